@@ -1,0 +1,72 @@
+"""The yardstick: how many multiply-adds the processor can do, measured now.
+
+The loop touches registers only. Its result is the ceiling that no kernel passes, and since
+processors change their speed, a kernel's share of it means something only in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ..lanes import fma, read_int64, splat, store
+from . import launch, tiles
+from .jit import kernel
+
+_CHAINS = 12
+
+
+@kernel("void(int64, int64)")
+def multiply_add(tile):
+    """Run 12 independent chains of multiply-adds; args: (repetitions, address to write to)."""
+
+    def worker(slot, args):
+        x, y = splat(tile, 0.5), splat(tile, 1.0)
+        a = b = c = d = e = f = g = h = i = j = k = m = splat(tile, 0.25 * slot)
+        for _ in range(read_int64(args)):
+            a, b, c = fma(a, x, y), fma(b, x, y), fma(c, x, y)
+            d, e, f = fma(d, x, y), fma(e, x, y), fma(f, x, y)
+            g, h, i = fma(g, x, y), fma(h, x, y), fma(i, x, y)
+            j, k, m = fma(j, x, y), fma(k, x, y), fma(m, x, y)
+        total = a + b + c + d + e + f + g + h + i + j + k + m
+        store(read_int64(args + 8) + slot * 256, total)
+
+    return worker
+
+
+def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float = 0.05) -> float:
+    """Measure the processor's multiply-add limit.
+
+    Parameters
+    ----------
+    dtype : str
+        "float32" or "float64".
+    threads : int, optional
+        Threads to run at once; by default those that attention would use.
+    seconds : float
+        About how long to measure.
+
+    Returns
+    -------
+    float
+        GFLOP/s of all threads together; a multiply-add counts as two.
+
+    Examples
+    --------
+    >>> from nattn.cpu import fma_peak
+    >>> fma_peak(seconds=0.01) > 1
+    True
+    """
+    tile = tiles.choose_tile(dtype, 1 << 20)
+    threads = threads or launch.thread_count()
+    address = multiply_add(tile)
+    out = np.empty(256 * threads, np.uint8)
+    # 2 * width operations a cycle, about 3e9 cycles a second: near enough to choose a length.
+    repetitions = max(1, int(seconds * 3e9 * 2 / _CHAINS))
+    args = np.array([repetitions, out.ctypes.data], np.int64)
+    control = np.array([0, threads], np.int64)
+    begin = time.perf_counter()
+    launch.run(address, args, control, threads, 0.0, None)
+    elapsed = time.perf_counter() - begin
+    return 2.0 * _CHAINS * tile.W * repetitions * threads / elapsed / 1e9

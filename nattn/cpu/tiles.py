@@ -1,0 +1,127 @@
+"""Sizes: the register tile of a processor, blocks of keys, and what one task takes.
+
+Results must not depend on the number of threads or on batch-mates: what decides the order of
+arithmetic here (the tile, `block_kv`) follows from the item's own sizes and the processor alone.
+`tiles_per_task` decides only which tiles share one read of a key block.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from numba.core.registry import cpu_target
+
+from ..lanes import Tile
+
+RANGES_BYTES = 40
+CONTEXT_BYTES = 128
+"""Room for the records `forward.RANGES` and `score.CONTEXT`."""
+
+AREAS = (
+    *("queries", "acc", "row_max", "row_sum", "lane_lo", "lane_hi", "ranges"),
+    *("scores", "keys", "values", "alpha", "bounds", "table", "context", "temp"),
+)
+"""A worker's scratch areas: see `scratch_layout`."""
+
+MIN_TASKS = 8
+"""A problem is cut into at least so many tasks, if it has so many tiles."""
+
+L2_SHARE = 384 * 1024
+"""Bytes of second-level cache that one task may fill; processors since 2017 have 512 KiB or more."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What the code generator is told of the processor."""
+
+    name: str
+    features: frozenset[str]
+    vector_bytes: int
+    registers: int
+    fma: bool
+
+
+@functools.cache
+def cpu() -> Cpu:
+    """Describe the processor that Numba compiles for (which NUMBA_CPU_FEATURES may change)."""
+    triple, name, features = cpu_target.target_context.codegen().magic_tuple()
+    have = frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
+    if "avx512f" in have:
+        return Cpu(name, have, 64, 32, True)
+    if "avx" in have:
+        return Cpu(name, have, 32, 16, "fma" in have)
+    if triple.startswith(("aarch64", "arm64")):
+        return Cpu(name, have, 16, 32, True)
+    return Cpu(name, have, 16, 16, "fma" in have)
+
+
+@functools.cache
+def choose_tile(dtype: str, rows: int) -> Tile:
+    """Return the register tile for a stream of so many query rows.
+
+    The wide tile keeps MV * NR accumulators, MV vectors and one broadcast in registers; without
+    FMA the product needs one more. Few rows take one vector and more keys at a time.
+    """
+    c = cpu()
+    width = c.vector_bytes // (4 if dtype == "float32" else 8)
+    if c.registers >= 32:
+        wide, narrow = (3, 8), (1, 16)
+    elif c.fma:
+        wide, narrow = (3, 4), (1, 8)
+    else:
+        wide, narrow = (2, 4), (1, 8)
+    return Tile(dtype, width, *(narrow if rows <= width else wide))
+
+
+def block_kv(tile: Tile, D: int) -> int:
+    """Return the number of keys in a block: the scores of one tile must stay in L1."""
+    return 128 if D <= 256 else 64
+
+
+def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[str, int]:
+    """Return the byte offset of each of a task's scratch areas, and their size as "end".
+
+    Each area starts on a cache line. Per tile of the task: queries ``[D][lanes]``, accumulators
+    ``[Dv][lanes]``, running maxima and sums ``[lanes]``, first and last visible key ``[lanes]``,
+    key ranges. Shared by the tiles: scores ``[block][lanes]``, packed keys and values of the block,
+    one value for each lane, and what tile functions get.
+    """
+    size, lanes = tile.itemsize, tile.lanes
+    columns = -(-Dv // tile.NR) * tile.NR
+    areas = {
+        "queries": tiles * D * lanes * size,
+        "acc": tiles * columns * lanes * size,
+        "row_max": tiles * lanes * size,
+        "row_sum": tiles * lanes * size,
+        "lane_lo": tiles * lanes * 8,
+        "lane_hi": tiles * lanes * 8,
+        "ranges": tiles * RANGES_BYTES,
+        "scores": block * lanes * size,
+        "keys": block * D * size,
+        "values": block * columns * size,
+        "alpha": lanes * size,
+        "bounds": 2 * lanes * 4,
+        "table": lanes * 8,
+        "context": CONTEXT_BYTES,
+        "temp": tile.W * tile.W * size,
+    }
+    layout, at = {}, 0
+    for name in AREAS:
+        layout[name] = at
+        at += -(-areas[name] // 64) * 64
+    layout["end"] = at
+    return layout
+
+
+def tiles_per_task(tile: Tile, block: int, D: int, Dv: int, tiles: int, streams: int) -> int:
+    """Return how many query tiles share one pass over the keys.
+
+    As many as the second-level cache holds beside the block, at most 8 (more saves nothing), and
+    few enough that a small problem still gives each thread something to do.
+    """
+    room = L2_SHARE - block * (D + Dv) * tile.itemsize
+    fit = room // ((D + Dv) * tile.lanes * tile.itemsize)
+    share = -(-tiles * streams // MIN_TASKS)
+    most = max(1, min(8, fit, share, tiles))
+    return -(-tiles // -(-tiles // most))
