@@ -41,15 +41,16 @@ SIGNATURE = "int64(int64, int64, int64, int64)"
 CONTEXT = Struct(
     "Context",
     (
-        *("batch", "first_head", "first_row", "valid_rows", "rows_per_head"),
+        # the batch item; addresses of an int64 for each lane: its head and its query row (lanes
+        # from `valid` on repeat the last row: nothing may be read for them beyond that)
+        *("batch", "heads", "rows", "valid"),
+        # the keys of the tile
         *("first_key", "n_keys"),
         # scratch: addresses of an int64 for each lane, and of W x W floats
         *("table", "temp"),
     ),
 )
-"""Which scores a tile holds: lane l is row ``r = first_row + l`` of a stream of heads, that is
-query row ``r % rows_per_head`` of head ``first_head + r // rows_per_head``. Lanes from
-`valid_rows` on repeat the last row: nothing may be read for them."""
+"""Which scores a tile holds."""
 
 # Bits of the flags.
 INDEX_ERROR = 1
@@ -68,13 +69,10 @@ def apply(functions, count, scores, deriv, context):
 @device
 def lane_offsets(tile, context, stride_h, stride_i):
     """Write each lane's byte offset in an array over (head, row); return whether all are equal."""
-    last = context.first_row + context.valid_rows - 1
     equal = True
     for lane in range(tile.lanes):
-        r = min(context.first_row + lane, last)
-        head = r // context.rows_per_head
-        i = r - head * context.rows_per_head
-        offset = (context.first_head + head) * stride_h + i * stride_i
+        head, i = read_int64(context.heads + 8 * lane), read_int64(context.rows + 8 * lane)
+        offset = head * stride_h + i * stride_i
         write_int64(context.table + 8 * lane, offset)
         equal &= offset == read_int64(context.table)
     return equal

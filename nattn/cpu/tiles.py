@@ -14,13 +14,13 @@ from numba.core.registry import cpu_target
 
 from ..lanes import Tile
 
-RANGES_BYTES = 40
+STATE_BYTES = 48
 CONTEXT_BYTES = 128
-"""Room for the records `forward.RANGES` and `score.CONTEXT`."""
+"""Room for the records `forward.STATE` and `score.CONTEXT`."""
 
 AREAS = (
-    *("queries", "acc", "row_max", "row_sum", "lane_lo", "lane_hi", "ranges"),
-    *("scores", "keys", "values", "alpha", "bounds", "table", "context", "temp"),
+    *("queries", "acc", "row_max", "row_sum", "lane_lo", "lane_hi", "lane_head", "lane_row"),
+    *("states", "scores", "keys", "values", "alpha", "bounds", "table", "context", "temp"),
 )
 """A worker's scratch areas: see `scratch_layout`."""
 
@@ -76,15 +76,15 @@ def choose_tile(dtype: str, rows: int) -> Tile:
 
 def block_kv(tile: Tile, D: int) -> int:
     """Return the number of keys in a block: the scores of one tile must stay in L1."""
-    return 128 if D <= 256 else 64
+    return 256 if D <= 256 else 64
 
 
 def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[str, int]:
     """Return the byte offset of each of a task's scratch areas, and their size as "end".
 
     Each area starts on a cache line. Per tile of the task: queries ``[D][lanes]``, accumulators
-    ``[Dv][lanes]``, running maxima and sums ``[lanes]``, first and last visible key ``[lanes]``,
-    key ranges. Shared by the tiles: scores ``[block][lanes]``, packed keys and values of the block,
+    ``[Dv][lanes]``, running maxima and sums ``[lanes]``, first and last visible key, head and
+    query row ``[lanes]``, state. Shared by the tiles: scores ``[block][lanes]``, packed keys and values of the block,
     one value for each lane, and what tile functions get.
     """
     size, lanes = tile.itemsize, tile.lanes
@@ -96,7 +96,9 @@ def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[
         "row_sum": tiles * lanes * size,
         "lane_lo": tiles * lanes * 8,
         "lane_hi": tiles * lanes * 8,
-        "ranges": tiles * RANGES_BYTES,
+        "lane_head": tiles * lanes * 8,
+        "lane_row": tiles * lanes * 8,
+        "states": tiles * STATE_BYTES,
         "scores": block * lanes * size,
         "keys": block * D * size,
         "values": block * columns * size,
