@@ -11,10 +11,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -22,9 +23,10 @@ import numpy as np
 from numba.np.ufunc import parallel as numba_parallel
 from numpy.typing import NDArray
 
+from ..lanes import Tile
 from ..problem import Problem
-from . import forward as forward_kernel
 from . import score, tiles
+from .forward import ARGS, forward_worker
 
 Progress = Callable[[float], object]
 
@@ -68,8 +70,14 @@ def thread_count() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
-_ARGS = forward_kernel.ARGS.dtype
-_WORKER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
+MOST_SPARE = 1 << 24
+"""Bytes of scratch that a thread keeps between calls at most."""
+
+Control = ctypes.c_int64 * 2
+"""Shared by the workers: the next task, and the number of tasks (0 stops everyone)."""
+
+_WORKER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p)
+_pack = struct.Struct(f"{len(ARGS.integers)}q{len(ARGS.reals)}d").pack
 
 
 @functools.cache
@@ -80,28 +88,28 @@ def _callable(address: int) -> Any:
 
 def run(
     address: int,
-    args: NDArray[Any],
-    control: NDArray[np.int64],
+    args: bytes,
+    control: Control,
     threads: int,
     flops: float,
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> None:
     """Run a worker on several threads until its tasks are done.
 
-    `control` is (next task, number of tasks). A KeyboardInterrupt stops the workers at their next
-    block of keys, and is raised when the last one has stopped: nobody writes afterwards.
+    A KeyboardInterrupt stops the workers at their next block of keys, and is raised when the last
+    one has stopped: nobody writes afterwards.
     """
-    worker, data = _callable(address), args.ctypes.data
+    worker = _callable(address)
     if threads == 1 and flops < SHORT:
-        worker(0, data)
+        worker(0, args)
         return
     main = threading.current_thread() is threading.main_thread()
     waits = flops >= SHORT and (main or progress is not None)
     pool = _executor()
-    futures = [pool.submit(worker, slot, data) for slot in range(0 if waits else 1, threads)]
+    futures = [pool.submit(worker, slot, args) for slot in range(0 if waits else 1, threads)]
     try:
         if not waits:
-            worker(0, data)
+            worker(0, args)
         _wait(futures, control, progress)
     except BaseException:
         control[1] = 0
@@ -109,13 +117,11 @@ def run(
         raise
 
 
-def _wait(
-    futures: list[Future[None]], control: NDArray[np.int64], progress: Progress | None
-) -> None:
-    total = int(control[1])
+def _wait(futures: list[Future[None]], control: Control, progress: Progress | None) -> None:
+    total = control[1]
     while wait(futures, timeout=0.1).not_done:
         if progress is not None:
-            progress(max(0.0, min(1.0, (int(control[0]) - len(futures)) / total)))
+            progress(max(0.0, min(1.0, (control[0] - len(futures)) / total)))
     for future in futures:
         future.result()
     if progress is not None:
@@ -132,10 +138,62 @@ def _settle(futures: list[Future[None]]) -> None:
             continue
 
 
-@functools.cache
-def _layout(tile: Any, block: int, count: int, D: int, Dv: int) -> tuple[int, ...]:
-    areas = tiles.scratch_layout(tile, block, count, D, Dv)
-    return (*(areas[name] for name in tiles.AREAS), areas["end"])
+@dataclass(frozen=True)
+class Plan:
+    """How a problem of certain sizes is cut up."""
+
+    tile: Tile
+    worker: int
+    sizes: tuple[int, ...]  # the fields of ARGS from Hq to tasks_per_stream
+    areas: tuple[int, ...]
+    scratch_bytes: int
+    n_tasks: int
+    flops: float
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(dtype: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: int) -> Plan:
+    """Choose tiles, tasks and scratch; compile the kernel if need be."""
+    # Heads that share their keys form one stream where together they fit in one tile: separately
+    # each would leave most lanes empty.
+    packed = group > 1 and Nq * 2 <= tiles.choose_tile(dtype, group * Nq).lanes
+    heads = group if packed else 1
+    streams, rows = Hq // heads, Nq * heads
+    tile = tiles.choose_tile(dtype, rows)
+    block = tiles.block_kv(tile, D)
+    n_tiles = -(-rows // tile.lanes)
+    per_task = tiles.tiles_per_task(tile, block, D, Dv, n_tiles, B * streams)
+    tasks_per_stream = -(-n_tiles // per_task)
+    layout = tiles.scratch_layout(tile, block, per_task, D, Dv)
+    return Plan(
+        tile,
+        forward_worker(tile, block),
+        (Hq, group, Nq, Nk, D, Dv, streams, heads, rows, n_tiles, per_task, tasks_per_stream),
+        tuple(layout[name] for name in tiles.AREAS),
+        layout["end"],
+        B * streams * tasks_per_stream,
+        2.0 * B * Hq * Nq * Nk * (D + Dv),
+    )
+
+
+class _Scratch(threading.local):
+    """Scratch memory that the calling thread keeps for its next call."""
+
+    def __init__(self) -> None:
+        self.spare: NDArray[np.uint8] | None = None
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return at least `size` bytes; a call from within a call (progress) gets its own."""
+        spare, self.spare = self.spare, None
+        return spare if spare is not None and spare.size >= size else np.empty(size, np.uint8)
+
+    def give_back(self, memory: NDArray[np.uint8]) -> None:
+        """Keep it, unless it is large."""
+        if memory.size <= MOST_SPARE:
+            self.spare = memory
+
+
+_scratch = _Scratch()
 
 
 def forward(
@@ -165,49 +223,31 @@ def forward(
         out[...] = 0
         lse[...] = -np.inf
         return
-    # Heads that share their keys go into one stream while together they fill fewer rows than
-    # separate tiles would.
-    dtype = p.dtype.name
-    packed = p.group > 1 and p.Nq < tiles.choose_tile(dtype, p.group * p.Nq).lanes
-    heads = p.group if packed else 1
-    streams, rows = p.Hq // heads, p.Nq * heads
-    tile = tiles.choose_tile(dtype, rows)
-    block = tiles.block_kv(tile, p.D)
-    address = forward_kernel.forward_worker(tile, block)
-
-    n_tiles = -(-rows // tile.lanes)
-    per_task = tiles.tiles_per_task(tile, block, p.D, p.Dv, n_tiles, p.B * streams)
-    tasks_per_stream = -(-n_tiles // per_task)
-    n_tasks = p.B * streams * tasks_per_stream
-    flops = 2.0 * p.B * p.Hq * p.Nq * p.Nk * (p.D + p.Dv)
-    threads = 1 if flops < TINY else min(thread_count(), n_tasks)
-
-    *areas, scratch_bytes = _layout(tile, block, per_task, p.D, p.Dv)
-    scratch = np.empty(threads * scratch_bytes + 64, np.uint8)
-    scratch_at = -(-scratch.ctypes.data // 64) * 64
-    control = np.array([0, n_tasks], np.int64)
-    bound = [score.operand_function(tile, x) for x in (p.bias, p.mask) if x is not None]
+    todo = plan("float32" if p.dtype.itemsize == 4 else "float64", p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv)
+    threads = 1 if todo.flops < TINY else min(thread_count(), todo.n_tasks)
+    scratch = _scratch.take(threads * todo.scratch_bytes + 64)
+    control = Control(0, todo.n_tasks)
+    bound = [
+        score.operand_function(todo.tile, operand)
+        for operand in (p.bias, p.mask)
+        if operand is not None
+    ]
     functions = np.array([(f, params.ctypes.data) for f, params in bound], np.int64)
-    left, right = (-1 if w is None else w for w in p.window)
-    args = np.array(
-        [
-            (
-                *(p.q.ctypes.data, *p.q.strides),
-                *(p.k.ctypes.data, *p.k.strides),
-                *(p.v.ctypes.data, *p.v.strides),
-                *(out.ctypes.data, *out.strides),
-                lse.ctypes.data,
-                *(p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv),
-                *(streams, heads, rows, n_tiles, per_task, tasks_per_stream),
-                *(p.q_offset.ctypes.data, p.q_lens.ctypes.data, p.kv_lens.ctypes.data),
-                *(int(p.causal), left, right),
-                *(functions.ctypes.data, len(bound)),
-                control.ctypes.data,
-                *(scratch_at, scratch_bytes),
-                *areas,
-                p.scale,
-            )
-        ],
-        _ARGS,
+    left, right = p.window
+    args = _pack(
+        *(p.q.ctypes.data, *p.q.strides),
+        *(p.k.ctypes.data, *p.k.strides),
+        *(p.v.ctypes.data, *p.v.strides),
+        *(out.ctypes.data, *out.strides),
+        lse.ctypes.data,
+        *todo.sizes,
+        *(p.q_offset.ctypes.data, p.q_lens.ctypes.data, p.kv_lens.ctypes.data),
+        *(p.causal, -1 if left is None else left, -1 if right is None else right),
+        *(functions.ctypes.data, len(bound)),
+        ctypes.addressof(control),
+        *(-(-scratch.ctypes.data // 64) * 64, todo.scratch_bytes),
+        *todo.areas,
+        p.scale,
     )
-    run(address, args, control, threads, flops, progress)
+    run(todo.worker, args, control, threads, todo.flops, progress)
+    _scratch.give_back(scratch)

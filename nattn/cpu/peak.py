@@ -6,6 +6,7 @@ processors change their speed, a kernel's share of it means something only in th
 
 from __future__ import annotations
 
+import struct
 import time
 
 import numpy as np
@@ -64,9 +65,8 @@ def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float 
     out = np.empty(256 * threads, np.uint8)
     # 2 * width operations a cycle, about 3e9 cycles a second: near enough to choose a length.
     repetitions = max(1, int(seconds * 3e9 * 2 / _CHAINS))
-    args = np.array([repetitions, out.ctypes.data], np.int64)
-    control = np.array([0, threads], np.int64)
+    args = struct.pack("2q", repetitions, out.ctypes.data)
     begin = time.perf_counter()
-    launch.run(address, args, control, threads, 0.0, None)
+    launch.run(address, args, launch.Control(0, threads), threads, 0.0)
     elapsed = time.perf_counter() - begin
     return 2.0 * _CHAINS * tile.W * repetitions * threads / elapsed / 1e9

@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 
 from ..lanes import (
     Struct,
+    Tile,
     call_tile_function,
     gather_transposed,
     load,
     load_lanes,
     load_splat,
     read_int64,
+    splat,
     store,
     view,
     write_int64,
@@ -80,8 +82,9 @@ def lane_offsets(tile, context, stride_h, stride_i):
 
 @device
 def add_or_hide(tile, at, x):
-    """Add x to the scores at an address; -inf is selected, never added: it hides NaN too."""
-    store(at, np.where(x == -np.inf, x, load(tile, at) + x))
+    """Add x to the scores at an address; -inf on either side hides the key, whatever the other."""
+    s = load(tile, at)
+    store(at, np.where((s == -np.inf) | (x == -np.inf), splat(tile, -np.inf), s + x))
 
 
 OPERAND = Struct("Operand", ("address", "stride_b", "stride_h", "stride_i", "stride_j"))
@@ -124,7 +127,7 @@ def add_operand(tile, storage, itemsize):
     return function
 
 
-def operand_function(tile: Any, operand: NDArray[Any]) -> tuple[int, NDArray[np.int64]]:
+def operand_function(tile: Tile, operand: NDArray[Any]) -> tuple[int, NDArray[np.int64]]:
     """Return the tile function and the params that add a broadcast view to the scores."""
     dtype = operand.dtype
     address = add_operand(tile, dtype.name, dtype.itemsize)

@@ -1,0 +1,283 @@
+"""The public functions: validate, describe the call as a `Problem`, hand it to a backend."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .problem import Integers, Problem, Scale, Window, check_flag, check_name
+
+Progress = Callable[[float], object]
+
+
+class _Forward(Protocol):
+    def __call__(
+        self,
+        problem: Problem,
+        out: NDArray[Any],
+        lse: NDArray[Any],
+        *,
+        progress: Progress | None = None,
+    ) -> None: ...
+
+
+_MODULES = {"auto": "nattn.cpu.launch", "cpu": "nattn.cpu.launch", "reference": "nattn.reference"}
+_loaded: dict[str, _Forward] = {}  # a backend is imported when it is first used
+
+
+def _forward(backend: str) -> _Forward:
+    forward = _loaded.get(backend) if type(backend) is str else None
+    if forward is None:
+        check_name("backend", backend, ("auto", "cpu", "reference", "cuda"))
+        if backend == "cuda":
+            raise NotImplementedError(
+                "backend: expected 'auto', 'cpu' or 'reference', got 'cuda', which is not built yet"
+            )
+        forward = _loaded[backend] = importlib.import_module(_MODULES[backend]).forward
+    return forward
+
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = ...,
+    q_offset: Integers | None = ...,
+    window_size: Window | None = ...,
+    mask: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    scale: Scale | None = ...,
+    q_lens: Integers | None = ...,
+    kv_lens: Integers | None = ...,
+    layout: str = ...,
+    return_lse: Literal[False] = ...,
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+) -> NDArray[Any]: ...
+
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = ...,
+    q_offset: Integers | None = ...,
+    window_size: Window | None = ...,
+    mask: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    scale: Scale | None = ...,
+    q_lens: Integers | None = ...,
+    kv_lens: Integers | None = ...,
+    layout: str = ...,
+    return_lse: Literal[True],
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = ...,
+    q_offset: Integers | None = ...,
+    window_size: Window | None = ...,
+    mask: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    scale: Scale | None = ...,
+    q_lens: Integers | None = ...,
+    kv_lens: Integers | None = ...,
+    layout: str = ...,
+    return_lse: bool,
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
+
+
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = False,
+    q_offset: Integers | None = None,
+    window_size: Window | None = None,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    scale: Scale | None = None,
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    layout: str = "bhnd",
+    return_lse: bool = False,
+    out: NDArray[Any] | None = None,
+    backend: str = "auto",
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
+    """Exact scaled dot-product attention, in memory that grows linearly with the input.
+
+    For each batch item and query head, with ``pos = i + q_offset``::
+
+        s[i, j] = scale * dot(q[i], k[j]) + bias[i, j]
+        lse[i]  = log(sum_j exp(s[i, j]))           over the visible keys j
+        out[i]  = sum_j exp(s[i, j] - lse[i]) * v[j]
+
+    The matrix of scores is never built (except by ``backend="reference"``, one head at a time).
+
+    Parameters
+    ----------
+    q : array_like
+        Queries, ``(N, D)``, ``(H, N, D)`` or ``(B, H, N, D)``, float32 or float64. Any strides
+        will do, also of read-only and unaligned arrays; nothing is copied but big-endian input.
+    k, v : array_like
+        Keys and values, of q's dtype and number of axes, and ``(..., Nk, D)`` and
+        ``(..., Nk, Dv)`` in shape. They may have fewer heads: ``Hq % Hkv == 0``, and query head
+        ``h`` reads key head ``h // (Hq // Hkv)``.
+    causal : bool, default False
+        Query row ``i`` sees key ``j`` if ``j <= pos``.
+    q_offset : int or (B,) integers, optional
+        Position of query row 0 on the key axis, of any size and sign. By default
+        ``kv_len - q_len`` of the item: the last query sits on the last key. 0 aligns the first
+        query with the first key.
+    window_size : (left, right), optional
+        Query row ``i`` sees key ``j`` if ``-left <= j - pos <= right``, both inclusive. None or
+        -1 leaves a side open.
+    mask : array_like of bool, optional
+        True where a key is visible; broadcast to ``(B, Hq, Nq, Nk)`` by NumPy's rule (in both
+        layouts), without being materialised.
+    bias : array_like, optional
+        Added to the scores; float16, float32 or float64, rounded to q's dtype as it is read;
+        broadcast like `mask`. -inf hides the key, whatever its score, and so does a value that
+        q's dtype rounds to -inf.
+    scale : float, optional
+        Factor of the scores, ``1 / sqrt(D)`` by default; rounded to q's dtype.
+    q_lens, kv_lens : int or (B,) integers, optional
+        Rows and keys of each item that exist; what lies behind is padding and is not read.
+    layout : {"bhnd", "bnhd"}, default "bhnd"
+        Order of the axes of q, k, v and out. "bnhd" is ``(B, N, H, D)``, for 4-D arrays.
+    return_lse : bool, default False
+        Return `lse` too.
+    out : ndarray, optional
+        Array to write to: shape and dtype of the result, any strides, in memory that it shares
+        with no input.
+    backend : {"auto", "cpu", "reference"}, default "auto"
+        "auto" follows the type of the arrays; NumPy arrays go to "cpu". "reference" is the dense
+        float64 computation that defines the result.
+
+    Returns
+    -------
+    out : ndarray
+        Like q with the last axis ``Dv``, in q's dtype and native byte order. A row that sees no
+        key is 0.
+    lse : ndarray, only with ``return_lse=True``
+        Natural logarithm of the sum of the exponentials of the visible scores, ``(B, Hq, Nq)``
+        in both layouts (``(Hq, Nq)`` and ``(Nq,)`` for lower ranks), in q's dtype. A row that
+        sees no key has -inf.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For bad input, before anything is computed or written. The text names the argument, what
+        was expected and what was got.
+    NotImplementedError
+        For legal input that no backend handles yet: float16, bfloat16 and arrays on a GPU.
+
+    Notes
+    -----
+    NaN and Inf in a hidden key, value, bias or mask slot change nothing; a visible NaN reaches
+    exactly the rows that see it, and a visible score of +inf makes its row NaN. A score of -inf
+    hides its key. Equal input gives equal bits, whatever the number of threads and the other
+    items of the batch.
+
+    The streaming softmax is that of Milakov and Gimelshein [1]_, tiled as in FlashAttention [2]_.
+
+    References
+    ----------
+    .. [1] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018,
+       arXiv:1805.02867.
+    .. [2] T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Re, "FlashAttention: Fast and
+       Memory-Efficient Exact Attention with IO-Awareness", 2022, arXiv:2205.14135.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import nattn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 8, 100, 64), dtype=np.float32)  # 8 query heads
+    >>> k, v = rng.standard_normal((2, 1, 2, 100, 64), dtype=np.float32)  # on 2 key heads
+    >>> out, lse = nattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((1, 8, 100, 64), (1, 8, 100))
+    >>> bool(np.allclose(out[:, 3, 0], v[:, 0, 0]))  # the first row sees only the first key
+    True
+    """
+    result: NDArray[Any] | tuple[NDArray[Any], NDArray[Any]] = _attend(
+        q,
+        k,
+        v,
+        causal=causal,
+        q_offset=q_offset,
+        window_size=window_size,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        layout=layout,
+        return_lse=return_lse,
+        out=out,
+        backend=backend,
+    )
+    return result
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    q_offset: Integers | None = None,
+    window_size: Window | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    scale: Scale | None = None,
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    layout: str = "bhnd",
+    return_lse: bool = False,
+    out: NDArray[Any] | None = None,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> Any:
+    """Do what `attention` does, calling ``progress(fraction_done)`` now and then."""
+    problem = Problem.build(
+        q,
+        k,
+        v,
+        causal=causal,
+        q_offset=q_offset,
+        window_size=window_size,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        layout=layout,
+        out=out,
+    )
+    return_lse = check_flag("return_lse", return_lse)
+    forward = _forward(backend)
+    if out is None:
+        out = np.empty(problem.out_shape, problem.dtype)
+    lse = np.empty((problem.B, problem.Hq, problem.Nq), problem.dtype)
+    forward(problem, problem.as_bhnd(out), lse, progress=progress)
+    return (out, problem.as_given(lse)) if return_lse else out

@@ -1,0 +1,119 @@
+"""Which number types nattn stores and computes in, and how exact the result is."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+FLOAT64 = np.dtype(np.float64)
+
+COMPUTE = (FLOAT32, FLOAT64)
+"""Types of q, k, v and out; each accumulates in itself."""
+
+BIAS = (FLOAT16, FLOAT32, FLOAT64)
+"""Types of a bias, which is rounded to the compute type as it is read."""
+
+PLANNED = ("float16", "bfloat16")
+"""Storage types that are legal but not built yet (bfloat16 is ml_dtypes')."""
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a dtype is a real floating type, one that NumPy does not know included."""
+    return dtype.kind == "f" or "float" in dtype.name
+
+
+def round_to(value: float, dtype: np.dtype) -> float:
+    """Round a float to a compute dtype, as a Python float.
+
+    Unlike ``np.float32(value)`` this never warns, whatever ``np.seterr`` says.
+
+    Raises
+    ------
+    OverflowError
+        If a finite value is too large for the dtype.
+    """
+    if dtype == FLOAT64:
+        return value
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded
+
+
+class ErrorBudget(NamedTuple):
+    """Largest absolute errors that rounding can explain, one for each output."""
+
+    out: NDArray[np.float64]
+    lse: NDArray[np.float64]
+
+
+def error_budget(
+    dtype: np.dtype,
+    row_length: ArrayLike,
+    max_abs_score: ArrayLike,
+    max_abs_v: ArrayLike,
+    D: int,
+) -> ErrorBudget:
+    """Bound the distance between a backend's result and the float64 reference.
+
+    A bound on rounding errors, worst case to first order, for any order of summation. It is
+    derived and not fitted, so a backend that exceeds it is wrong.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Compute dtype, float32 or float64; ``u = eps / 2`` is its unit roundoff.
+    row_length : array_like
+        ``n``, the number of keys that a row sees.
+    max_abs_score : array_like
+        ``S``, the largest score of a row *without cancellation*:
+        ``max_j(|scale| * sum_d |q[d] * k[j, d]| + |bias[j]|)`` over the visible keys. Pass 0
+        where the arithmetic on scores is known to be exact.
+    max_abs_v : array_like
+        The largest ``|v[j, d]|`` among the visible keys.
+    D : int
+        Head dimension of q and k.
+
+    Returns
+    -------
+    ErrorBudget
+        Absolute tolerances for ``out`` and ``lse``, of the broadcast shape of the arguments.
+
+    Notes
+    -----
+    1. A score ``s`` is a dot product of ``D`` terms (``D u S``), times the scale, plus the bias,
+       minus the row's maximum and times ``log2(e)``: at most ``D + 8`` roundings that are each
+       relative to ``S``, so ``|ds| <= (D + 8) u S``.
+    2. ``exp`` has at most 2 ulp (``4 u``), so a weight has the relative error ``e = ds + 4 u``.
+       ``out`` is a weighted mean, where an error common to all weights cancels; at worst half of
+       them err up and half down: ``2 e max|v|``.
+    3. Numerator and denominator are sums of ``n`` positive weights: ``n u`` each, whatever the
+       order. Rescaling to a new maximum costs a few roundings for each block of 16 keys or
+       more: less than another ``n u``. Together ``3 n u max|v|``.
+    4. The normalisation adds ``4 u max|v|``. Sums of subnormal products lose at most ``n``
+       smallest subnormals.
+
+    ``out``: ``max|v| u (2 (D + 8) S + 3 n + 12)``. ``lse = row_max + log(row_sum)`` takes ``ds``
+    once, the relative error of ``row_sum`` (``2 n u + 4 u``), 4 ulp of a logarithm that is at
+    most ``log n``, and the rounding of the result, which is at most ``S + log n``. In float64 the
+    reference rounds just as much, which doubles both.
+    """
+    info = np.finfo(dtype)
+    u = float(info.eps) / 2
+    n = np.asarray(row_length, np.float64)
+    S = np.asarray(max_abs_score, np.float64)
+    log_n = np.log(np.maximum(n, 1.0))
+    out = np.asarray(max_abs_v, np.float64) * u * (2 * (D + 8) * S + 3 * n + 12)
+    out = out + n * float(info.smallest_subnormal)
+    lse = u * ((D + 9) * S + 2 * n + 4 + 9 * log_n)
+    both = 2 if dtype == FLOAT64 else 1
+    return ErrorBudget(both * out, both * lse)
+
+
+def default_scale(D: int) -> float:
+    """Return ``1 / sqrt(D)``, which restores the unit variance of a dot product."""
+    return 1.0 / math.sqrt(D)

@@ -1,0 +1,526 @@
+"""One attention call, checked: every error that a user can cause is raised here.
+
+A backend gets a `Problem` and trusts it: arrays are 4-D and head-major whatever the caller's rank
+and layout, integers cannot overflow, nothing is left to guess.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from . import dtypes
+
+Integers = int | ArrayLike
+Scale = float | np.floating[Any] | NDArray[Any]
+Window = tuple[int | None, int | None]
+
+_FAR = 1 << 59
+"""Farther than any array reaches; an int64 holds the sum of fifteen such numbers."""
+
+_INT64 = np.dtype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A complete and valid description of one attention call.
+
+    Made by `Problem.build`, which raises on bad input. All arrays are views of the caller's data
+    with any byte strides (negative, zero and unaligned ones too) in native byte order.
+
+    Attributes
+    ----------
+    q, k, v : ndarray
+        ``(B, Hq, Nq, D)``, ``(B, Hkv, Nk, D)`` and ``(B, Hkv, Nk, Dv)``.
+    dtype : dtype
+        float32 or float64: storage and computation.
+    group : int
+        Query heads for each key head: head ``h`` reads key head ``h // group``.
+    scale : float
+        Rounded to `dtype`.
+    window : tuple
+        Keys visible to the left and to the right of a query's position, None where open.
+    q_offset, q_lens, kv_lens : ndarray
+        ``(B,)`` int64. Row ``i`` of item ``b`` sits at ``i + q_offset[b]`` on the key axis.
+        Offsets and window are clamped where no array reaches, without changing what is visible:
+        ``i + q_offset[b] - left`` and ``i + q_offset[b] + right + 1`` never overflow.
+    mask, bias : ndarray or None
+        Views broadcast to ``(B, Hq, Nq, Nk)``, never materialised. mask is bool; bias is float16,
+        float32 or float64, to be rounded to `dtype` as it is read.
+    rank, layout
+        How the caller wrote the arrays, to give the result back alike.
+    """
+
+    q: NDArray[Any]
+    k: NDArray[Any]
+    v: NDArray[Any]
+    B: int
+    Hq: int
+    Hkv: int
+    group: int
+    Nq: int
+    Nk: int
+    D: int
+    Dv: int
+    dtype: np.dtype
+    scale: float
+    causal: bool
+    window: Window
+    q_offset: NDArray[np.int64]
+    q_lens: NDArray[np.int64]
+    kv_lens: NDArray[np.int64]
+    mask: NDArray[np.bool_] | None
+    bias: NDArray[Any] | None
+    rank: int
+    layout: str
+
+    @classmethod
+    def build(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool = False,
+        q_offset: Integers | None = None,
+        window_size: Window | None = None,
+        mask: Any = None,
+        bias: Any = None,
+        scale: Scale | None = None,
+        q_lens: Integers | None = None,
+        kv_lens: Integers | None = None,
+        layout: Any = "bhnd",
+        out: NDArray[Any] | None = None,
+    ) -> Problem:
+        """Check the arguments of one call and bring them to the canonical form.
+
+        Parameters are those of `nattn.attention`. `out` is only checked; see `as_bhnd`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            The text names the argument, what was expected and what was got.
+        NotImplementedError
+            For legal input that no backend handles yet.
+        """
+        if not (type(q) is type(k) is type(v) is np.ndarray):
+            q, k, v = _as_array("q", q), _as_array("k", k), _as_array("v", v)
+        mask = None if mask is None else _as_array("mask", mask)
+        bias = None if bias is None else _as_array("bias", bias)
+        given = (q, k, v, mask, bias)
+
+        dtype = q.dtype
+        if not (
+            dtype is k.dtype is v.dtype and (dtype is dtypes.FLOAT32 or dtype is dtypes.FLOAT64)
+        ):
+            dtype = _shared_dtype(q, k, v)
+            q, k, v = _native(q, dtype), _native(k, dtype), _native(v, dtype)
+
+        rank = q.ndim
+        if not (rank == 4 == k.ndim == v.ndim and type(layout) is str and layout == "bhnd"):
+            _check_rank(q, k, v, layout)
+            q, k, v = _to_bhnd(q, layout), _to_bhnd(k, layout), _to_bhnd(v, layout)
+
+        B, Hq, Nq, D = q.shape
+        Bk, Hkv, Nk, Dk = k.shape
+        Bv, Hv, Nv, Dv = v.shape
+        same = Bk == Bv == B and Dk == D and Hv == Hkv and Nv == Nk
+        if not same or D == 0 or (Hq % Hkv if Hkv else Hq):
+            raise _shape_error(q, k, v, rank, layout)
+
+        causal = check_flag("causal", causal)
+        window = (None, None) if window_size is None else _window(window_size)
+        lens_q = _filled(B, Nq) if q_lens is None else _lengths("q_lens", q_lens, B, Nq)
+        lens_kv = _filled(B, Nk) if kv_lens is None else _lengths("kv_lens", kv_lens, B, Nk)
+        if q_offset is None:
+            offset = lens_kv - lens_q
+        else:
+            exact = _integers("q_offset", q_offset, B)
+            offset = np.array([_near(x, *window) for x in exact], _INT64)
+        window = (_clamp(window[0]), _clamp(window[1]))
+
+        pairs = (B, Hq, Nq, Nk)
+        problem = object.__new__(cls)
+        # the __init__ of a frozen dataclass would take a third of all the time spent here
+        problem.__dict__.update(
+            q=q,
+            k=k,
+            v=v,
+            B=B,
+            Hq=Hq,
+            Hkv=Hkv,
+            group=(Hq // Hkv if Hkv else 0) or 1,
+            Nq=Nq,
+            Nk=Nk,
+            D=D,
+            Dv=Dv,
+            dtype=dtype,
+            scale=_scale(dtypes.default_scale(D) if scale is None else scale, dtype),
+            causal=causal,
+            window=window,
+            q_offset=offset,
+            q_lens=lens_q,
+            kv_lens=lens_kv,
+            mask=None if mask is None else _mask(mask, pairs),
+            bias=None if bias is None else _bias(bias, pairs),
+            rank=rank,
+            layout=layout,
+        )
+        if out is not None:
+            problem._check_out(out, given)
+        return problem
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of ``out`` in the caller's rank and layout."""
+        return _as_given((self.B, self.Hq, self.Nq, self.Dv), self.rank, self.layout)
+
+    def as_bhnd(self, out: NDArray[Any]) -> NDArray[Any]:
+        """View an array of `out_shape` as ``(B, Hq, Nq, Dv)``."""
+        return _to_bhnd(np.asarray(out), self.layout)
+
+    def as_given(self, lse: NDArray[Any]) -> NDArray[Any]:
+        """Take from ``(B, Hq, Nq)`` the leading axes that the caller's arrays lack."""
+        return lse if self.rank == 4 else lse[0] if self.rank == 3 else lse[0, 0]
+
+    def visible_range(
+        self, b: int, i: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the keys that causal, window and lengths leave to rows of one item.
+
+        Parameters
+        ----------
+        b : int
+            Batch item.
+        i : ndarray of int64
+            Query rows.
+
+        Returns
+        -------
+        lo, hi : ndarray of int64
+            Row ``i`` may see key ``j`` if ``lo <= j < hi`` (none if ``hi <= lo``).
+        """
+        pos = i + self.q_offset[b]
+        left, right = self.window
+        lo = np.zeros_like(pos) if left is None else np.maximum(pos - left, 0)
+        hi = np.full_like(pos, self.kv_lens[b])
+        if self.causal:
+            hi = np.minimum(hi, pos + 1)
+        if right is not None:
+            hi = np.minimum(hi, pos + right + 1)
+        return lo, np.where(i < self.q_lens[b], hi, 0)
+
+    def _check_out(self, out: Any, given: tuple[Any, ...]) -> None:
+        if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+            raise TypeError(f"out: expected a NumPy array, got {_show(out)}")
+        if out.dtype != self.dtype:  # a dtype of the other byte order differs too
+            raise TypeError(
+                f"out: expected dtype {self.dtype} in native byte order, got {out.dtype.str}"
+            )
+        if out.shape != self.out_shape:
+            raise ValueError(f"out: expected shape {self.out_shape}, got {out.shape}")
+        if not out.flags.writeable:
+            raise ValueError("out: expected a writeable array, got a read-only one")
+        if _overlaps_itself(out):
+            raise ValueError(
+                "out: expected an element of memory for each result, got strides "
+                f"{out.strides} for shape {out.shape}, which overlap"
+            )
+        for name, array in zip(("q", "k", "v", "mask", "bias"), given, strict=True):
+            if array is not None and _share_memory(out, array):
+                raise ValueError(
+                    f"out: expected memory of its own, got an array that overlaps {name}"
+                )
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return a bool; refuse what is merely truthy, such as the string "False"."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise TypeError(f"{name}: expected True or False, got {_show(value)}")
+
+
+def check_name(name: str, value: object, known: tuple[str, ...]) -> None:
+    """Raise unless a string is among those that are known."""
+    expected = ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}"
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
+    if value not in known:
+        raise ValueError(f"{name}: expected {expected}, got {_show(value)}")
+
+
+# What was got, and as an array
+
+
+def _show(value: object) -> str:
+    """Describe what was got, briefly."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        return f"{type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an int of {value.bit_length()} bits"  # one of 4300 digits has no repr
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def _as_array(name: str, value: Any) -> NDArray[Any]:
+    """Convert what NumPy converts faithfully to an ndarray; refuse the rest."""
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected a plain array, got a masked array, whose mask would be ignored; "
+            "pass .data, and what is visible as the argument mask"
+        )
+    is_torch = any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in type(value).__mro__)
+    if is_torch and not value.is_cuda:
+        raise TypeError(
+            f"{name}: expected a NumPy array, got a torch tensor; pass {name}.detach().numpy(), "
+            "which shares its memory"
+        )
+    if is_torch or hasattr(value, "__cuda_array_interface__"):
+        raise NotImplementedError(
+            f"{name}: expected an array in host memory, got {type(value).__name__} on a GPU; "
+            "the cuda backend is not built yet"
+        )
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: expected an array, got {_show(value)}: {error}") from error
+
+
+def _native(x: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
+    return x if x.dtype.isnative else x.astype(dtype)
+
+
+def _shared_dtype(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> np.dtype:
+    """Return the one compute dtype of q, k and v, in native byte order."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype.char not in "fd" and x.dtype.name not in dtypes.PLANNED:
+            raise TypeError(f"{name}: expected dtype float32 or float64, got {x.dtype}")
+    found = [x.dtype.newbyteorder("=") for x in (q, k, v)]
+    if not found[0] == found[1] == found[2]:
+        raise TypeError(
+            "q, k, v: expected one dtype, got " + ", ".join(x.dtype.name for x in (q, k, v))
+        )
+    name = found[0].name
+    if name in dtypes.PLANNED:
+        raise NotImplementedError(
+            f"q, k, v: expected dtype float32 or float64, got {name}, which is not built yet"
+        )
+    return dtypes.FLOAT32 if name == "float32" else dtypes.FLOAT64
+
+
+# Rank, layout, sizes
+
+
+def _check_rank(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], layout: Any) -> None:
+    check_name("layout", layout, ("bhnd", "bnhd"))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"{name}: expected shape (N, D), (H, N, D) or (B, H, N, D), got {x.shape}"
+            )
+        if layout == "bnhd" and x.ndim != 4:
+            raise ValueError(
+                f"{name}: expected shape (B, N, H, D) with layout='bnhd', got {x.shape}"
+            )
+        if x.ndim != q.ndim:
+            raise ValueError(f"{name}: expected {q.ndim} axes as in q {q.shape}, got {x.shape}")
+
+
+def _to_bhnd(x: NDArray[Any], layout: str) -> NDArray[Any]:
+    if x.ndim == 4:
+        return x if layout == "bhnd" else x.transpose(0, 2, 1, 3)
+    return x[None] if x.ndim == 3 else x[None, None]
+
+
+def _as_given(shape: tuple[Any, ...], rank: int, layout: str) -> tuple[Any, ...]:
+    """Write a (B, H, N, D) shape in the caller's rank and layout."""
+    if layout == "bnhd":
+        shape = (shape[0], shape[2], shape[1], shape[3])
+    return shape[4 - rank :]
+
+
+def _shape_error(
+    q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], rank: int, layout: str
+) -> ValueError:
+    """Say which of three 4-D shapes does not fit."""
+
+    def text(*shape: Any) -> str:
+        return "(" + ", ".join(str(n) for n in _as_given(shape, rank, layout)) + ")"
+
+    B, Hq, _, D = q.shape
+    _, Hkv, Nk, _ = k.shape
+    if D == 0:
+        return ValueError(f"q: expected a last axis D of at least 1, got shape {text(*q.shape)}")
+    if k.shape[0] != B or k.shape[3] != D:
+        expected = text(B, "Hkv", "Nk", D)
+        return ValueError(
+            f"k: expected shape {expected} to fit q {text(*q.shape)}, got {text(*k.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        expected = text(B, Hkv, Nk, "Dv")
+        return ValueError(
+            f"v: expected shape {expected} to fit k {text(*k.shape)}, got {text(*v.shape)}"
+        )
+    return ValueError(
+        f"k, v: expected a number of heads that divides the {Hq} heads of q, got {Hkv} "
+        f"(q {text(*q.shape)}, k {text(*k.shape)})"
+    )
+
+
+# Numbers
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+
+
+def _scale(value: Any, dtype: np.dtype) -> float:
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if type(value) is not float and not _is_real(value):
+        raise TypeError(f"scale: expected a real number, got {_show(value)}")
+    try:
+        exact = float(value)
+        if exact - exact == 0.0:  # neither NaN nor infinite
+            return dtypes.round_to(exact, dtype)
+    except OverflowError:
+        pass
+    raise ValueError(f"scale: expected a number that is finite in {dtype}, got {_show(value)}")
+
+
+def _integer(name: str, value: Any, expected: str = "an integer") -> int:
+    """Return a Python int; a bool is none, and nothing is rounded."""
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
+
+
+def _integers(name: str, value: Any, B: int) -> list[int]:
+    """Return one Python int of any size for each batch item."""
+    expected = f"an integer or {B} of them, one for each batch item"
+    if isinstance(value, int):
+        return [_integer(name, value, expected)] * B
+    if not isinstance(value, (list, tuple)):
+        array = _as_array(name, value)
+        if array.dtype.kind not in "iuO":
+            raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
+        if array.ndim == 0:
+            return [_integer(name, array[()], expected)] * B
+        if array.ndim != 1:
+            raise ValueError(f"{name}: expected {expected}, got shape {array.shape}")
+        value = array.tolist()
+    if len(value) != B:
+        raise ValueError(f"{name}: expected {expected}, got {len(value)}")
+    return [_integer(f"{name}[{b}]", x) for b, x in enumerate(value)]
+
+
+def _filled(B: int, value: int) -> NDArray[np.int64]:
+    array = np.empty(B, _INT64)
+    array.fill(value)
+    return array
+
+
+def _lengths(name: str, value: Any, B: int, N: int) -> NDArray[np.int64]:
+    lengths = _integers(name, value, B)
+    for b, n in enumerate(lengths):
+        if not 0 <= n <= N:
+            raise ValueError(f"{name}: expected lengths from 0 to {N}, got {_show(n)} for item {b}")
+    return np.array(lengths, _INT64)
+
+
+def _window(value: Any) -> Window:
+    expected = "a pair (left, right) of integers, -1 or None for an open side"
+    try:
+        left, right = value
+    except (TypeError, ValueError):
+        error = ValueError if isinstance(value, (list, tuple, np.ndarray)) else TypeError
+        raise error(f"window_size: expected {expected}, got {_show(value)}") from None
+    return _window_side(left, expected), _window_side(right, expected)
+
+
+def _window_side(value: Any, expected: str) -> int | None:
+    if value is None:
+        return None
+    side = _integer("window_size", value, expected)
+    if side < -1:
+        raise ValueError(f"window_size: expected {expected}, got {_show(side)}")
+    return None if side == -1 else side
+
+
+def _clamp(side: int | None) -> int | None:
+    return None if side is None else min(side, 2 * _FAR)
+
+
+def _near(offset: int, left: int | None, right: int | None) -> int:
+    """Bring an offset of any size within int64 without changing what is visible.
+
+    Of a far offset only the distance to the window's other end matters, so that is what is
+    clamped: ``offset=2**70, left=2**70`` still sees from key 0 on.
+    """
+    if offset >= _FAR:
+        reach = left or 0
+        return max(-_FAR, min(offset - reach, _FAR)) + min(reach, 2 * _FAR)
+    if offset <= -_FAR:
+        reach = right or 0
+        return max(-_FAR, min(offset + reach, _FAR)) - min(reach, 2 * _FAR)
+    return offset
+
+
+# mask, bias, out
+
+
+def _broadcast(name: str, x: NDArray[Any], pairs: tuple[int, ...]) -> NDArray[Any]:
+    try:
+        return np.broadcast_to(x, pairs)
+    except ValueError:
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to (B, Hq, Nq, Nk) = {pairs}, got {x.shape}"
+        ) from None
+
+
+def _mask(mask: NDArray[Any], pairs: tuple[int, ...]) -> NDArray[np.bool_]:
+    if mask.dtype.char != "?":
+        raise TypeError(f"mask: expected dtype bool (True = visible), got {mask.dtype}")
+    return _broadcast("mask", mask, pairs)
+
+
+def _bias(bias: NDArray[Any], pairs: tuple[int, ...]) -> NDArray[Any]:
+    native = bias.dtype.newbyteorder("=")
+    if native not in dtypes.BIAS:
+        text = f"bias: expected dtype float16, float32 or float64, got {bias.dtype}"
+        if dtypes.is_float(native):
+            raise NotImplementedError(f"{text}, which is not built yet")
+        raise TypeError(text)
+    return _broadcast("bias", _native(bias, native), pairs)
+
+
+def _overlaps_itself(x: NDArray[Any]) -> bool:
+    """Whether two elements may share memory; never for a view that slicing can make."""
+    if x.size == 0:
+        return False
+    extent = x.itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += stride * (n - 1)
+    return False
+
+
+def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    try:
+        # exact, so that interleaved slices of one packed array pass; the general question is NP
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True

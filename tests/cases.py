@@ -1,0 +1,280 @@
+"""Inputs shared by tests and benchmarks, the float64 truth, and the one error budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import nattn
+from nattn import reference
+from nattn.dtypes import ErrorBudget, error_budget
+from nattn.problem import Problem
+
+Array = NDArray[Any]
+Option = Callable[["Case", np.random.Generator], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of one call; an option that is a function makes an array for the case."""
+
+    name: str
+    B: int = 1
+    Hq: int = 2
+    Hkv: int | None = None
+    Nq: int = 50
+    Nk: int | None = None
+    D: int = 16
+    Dv: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, dtype: Any, seed: int = 0) -> tuple[Array, Array, Array, dict[str, Any]]:
+        """Return q, k, v and the options."""
+        rng = np.random.default_rng(seed)
+        Hkv = self.Hq if self.Hkv is None else self.Hkv
+        Nk = self.Nq if self.Nk is None else self.Nk
+        Dv = self.D if self.Dv is None else self.Dv
+        q = rng.standard_normal((self.B, self.Hq, self.Nq, self.D)).astype(dtype)
+        k = rng.standard_normal((self.B, Hkv, Nk, self.D)).astype(dtype)
+        v = rng.standard_normal((self.B, Hkv, Nk, Dv)).astype(dtype)
+        if self.options.get("layout") == "bnhd":
+            q, k, v = (np.ascontiguousarray(x.transpose(0, 2, 1, 3)) for x in (q, k, v))
+        options = {
+            key: value(self, rng) if callable(value) else value
+            for key, value in self.options.items()
+        }
+        return q, k, v, options
+
+    def pairs(self) -> tuple[int, int, int, int]:
+        """The shape that mask and bias broadcast to."""
+        return (self.B, self.Hq, self.Nq, self.Nq if self.Nk is None else self.Nk)
+
+
+def random_mask(density: float, *axes: int) -> Option:
+    """Make a mask in which the given axes have size 1."""
+
+    def make(case: Case, rng: np.random.Generator) -> Array:
+        shape = [1 if a in axes else n for a, n in enumerate(case.pairs())]
+        return rng.random(shape) < density
+
+    return make
+
+
+def random_bias(dtype: Any, hidden: float, *axes: int) -> Option:
+    """Make a bias with a share of -inf, in which the given axes have size 1."""
+
+    def make(case: Case, rng: np.random.Generator) -> Array:
+        shape = [1 if a in axes else n for a, n in enumerate(case.pairs())]
+        bias = rng.standard_normal(shape).astype(dtype)
+        bias[rng.random(shape) < hidden] = -np.inf
+        return bias
+
+    return make
+
+
+CASES = [
+    Case("plain"),
+    Case("one query", Nq=1, Nk=300),
+    Case("one key", Nq=70, Nk=1),
+    Case("few queries of a group", Hq=8, Hkv=2, Nq=3, Nk=130, D=64),
+    Case("sixteen queries", Nq=16, Nk=257, D=32),
+    Case("odd sizes", B=2, Hq=3, Nq=97, Nk=131, D=33, Dv=257),
+    Case("D=1, Dv=5", Nq=40, Nk=60, D=1, Dv=5),
+    Case("D=8, Dv=24", Hq=6, Hkv=2, Nq=9, D=8, Dv=24),
+    Case("D=24, Dv=8", Hq=6, Hkv=2, Nq=9, D=24, Dv=8),
+    Case("D=72", Nq=65, Nk=129, D=72),
+    Case("D=104", Nq=65, Nk=127, D=104),
+    Case("D=512", Hq=1, Nq=49, Nk=70, D=512),
+    Case("D=600, Dv=3", Hq=1, Nq=20, Nk=40, D=600, Dv=3),
+    Case("grouped", B=2, Hq=6, Hkv=2, Nq=60, Nk=140, D=40),
+    Case("one key head", Hq=5, Hkv=1, Nq=60, Nk=140, D=20),
+    Case("many blocks", Hq=1, Nq=200, Nk=1100, D=64),
+    Case("causal", Nq=150, D=32, options={"causal": True}),
+    Case("causal, more keys", Nq=60, Nk=200, options={"causal": True}),
+    Case("causal, more queries", Nq=200, Nk=60, options={"causal": True}),
+    Case("causal, top left", Nq=100, Nk=300, options={"causal": True, "q_offset": 0}),
+    Case("causal, negative offset", Nq=100, options={"causal": True, "q_offset": -30}),
+    Case(
+        "causal, an offset for each item",
+        B=3,
+        Nq=90,
+        Nk=150,
+        options={"causal": True, "q_offset": [-10, 0, 70]},
+    ),
+    Case("window", Nq=300, D=32, options={"window_size": (20, 7)}),
+    Case("window left", Nq=300, options={"window_size": (100, 0)}),
+    Case("window right", Nq=300, options={"window_size": (None, 33)}),
+    Case("window, causal", Nq=300, Nk=400, options={"window_size": (64, -1), "causal": True}),
+    Case("mask", B=2, Nq=70, Nk=150, options={"mask": random_mask(0.5)}),
+    Case("mask, one row for all", B=2, Nq=70, Nk=150, options={"mask": random_mask(0.5, 0, 1, 2)}),
+    Case("mask, one column for all", Nq=70, Nk=150, options={"mask": random_mask(0.5, 0, 1, 3)}),
+    Case("mask, sparse, causal", Nq=150, options={"mask": random_mask(0.02), "causal": True}),
+    Case("bias", B=2, Nq=70, Nk=150, options={"bias": random_bias("f4", 0.0)}),
+    Case("bias with -inf", Nq=70, Nk=150, options={"bias": random_bias("f4", 0.3)}),
+    Case("bias, float16", Nq=70, Nk=150, options={"bias": random_bias("f2", 0.1, 0, 1)}),
+    Case("bias, float64", Nq=70, Nk=150, options={"bias": random_bias("f8", 0.1, 2)}),
+    Case("bias, big-endian", Nq=70, Nk=150, options={"bias": random_bias(">f4", 0.1)}),
+    Case(
+        "mask and bias, grouped",
+        B=2,
+        Hq=4,
+        Hkv=2,
+        Nq=50,
+        Nk=90,
+        options={"mask": random_mask(0.5, 1), "bias": random_bias("f4", 0.2, 0)},
+    ),
+    Case(
+        "lengths",
+        B=4,
+        Nq=80,
+        Nk=200,
+        options={"q_lens": [80, 0, 33, 50], "kv_lens": [200, 129, 1, 0], "causal": True},
+    ),
+    Case("scale", Nq=60, options={"scale": 0.7}),
+    Case("negative scale", Nq=60, options={"scale": -0.3}),
+    Case("no scale", Nq=60, options={"scale": 0.0}),
+    Case(
+        "layout bnhd",
+        B=2,
+        Hq=4,
+        Hkv=2,
+        Nq=60,
+        Nk=100,
+        options={"layout": "bnhd", "causal": True, "mask": random_mask(0.7)},
+    ),
+    Case(
+        "everything",
+        B=3,
+        Hq=6,
+        Hkv=3,
+        Nq=110,
+        Nk=170,
+        D=40,
+        Dv=24,
+        options={
+            "causal": True,
+            "q_offset": [60, 40, 100],
+            "window_size": (90, -1),
+            "mask": random_mask(0.6),
+            "bias": random_bias("f4", 0.2, 0),
+            "scale": 0.2,
+            "q_lens": [110, 100, 7],
+            "kv_lens": [170, 140, 120],
+        },
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The float64 result of a call and how far a backend may be from it, row by row."""
+
+    problem: Problem
+    out: Array
+    lse: Array
+    visible: NDArray[np.bool_]
+    budget: ErrorBudget
+
+
+def visible_pairs(p: Problem) -> NDArray[np.bool_]:
+    """Return which keys causal, window, lengths, mask and bias leave to each row."""
+    i, j = np.arange(p.Nq)[:, None], np.arange(p.Nk)
+    visible = np.empty((p.B, p.Hq, p.Nq, p.Nk), bool)
+    for b in range(p.B):
+        lo, hi = p.visible_range(b, i)
+        visible[b] = (lo <= j) & (j < hi)
+    if p.mask is not None:
+        visible &= p.mask
+    if p.bias is not None:
+        with np.errstate(over="ignore"):  # rounded as every backend rounds it
+            visible &= p.bias.astype(p.dtype) != -np.inf
+    return visible
+
+
+def budget(p: Problem, visible: NDArray[np.bool_]) -> ErrorBudget:
+    """Return the error budget of every row (`nattn.dtypes.error_budget` derives it).
+
+    What is not finite has no error; such elements are compared by kind, not by distance.
+    """
+    with np.errstate(all="ignore"):
+        heads = np.arange(p.Hq) // p.group
+        k = np.abs(p.k[:, heads].astype(np.float64))
+        score = abs(p.scale) * (np.abs(p.q.astype(np.float64)) @ k.transpose(0, 1, 3, 2))
+        if p.bias is not None:
+            score = score + np.abs(p.bias.astype(np.float64))
+        score = np.where(visible & np.isfinite(score), score, 0.0)
+        v = np.abs(p.v[:, heads].astype(np.float64))
+        v = np.where(np.isfinite(v), v, 0.0).max(axis=3, initial=0.0)
+        max_v = np.where(visible, v[:, :, None, :], 0.0).max(axis=3, initial=0.0)
+    return error_budget(p.dtype, visible.sum(axis=3), score.max(axis=3, initial=0.0), max_v, p.D)
+
+
+def truth(q: Any, k: Any, v: Any, **options: Any) -> Truth:
+    """Compute a call by the reference and keep its float64 result, in (B, H, N, D) order."""
+    p = Problem.build(q, k, v, **options)
+    out = np.empty((p.B, p.Hq, p.Nq, p.Dv))
+    lse = np.empty((p.B, p.Hq, p.Nq))
+    reference.forward(p, out, lse)
+    visible = visible_pairs(p)
+    return Truth(p, out, lse, visible, budget(p, visible))
+
+
+def check(backend: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Array]:
+    """Run a call, compare it with the truth within the budget, and return (out, lse)."""
+    out, lse = nattn.attention(q, k, v, return_lse=True, backend=backend, **options)
+    t = truth(q, k, v, **options)
+    assert out.shape == t.problem.out_shape
+    assert out.dtype == lse.dtype == t.problem.dtype
+    assert out.dtype.isnative
+    assert_near(t.problem.as_bhnd(out), t.out, t.budget.out[..., None])
+    assert_near(lse.reshape(t.lse.shape), t.lse, t.budget.lse)
+    return out, lse
+
+
+def assert_near(got: Array, expected: Array, tolerance: Array | float) -> None:
+    """Assert closeness where the truth is finite, and the same -inf or non-finite elsewhere.
+
+    Where a probability underflows, an infinite value is NaN in one precision and Inf in
+    another; the contract only promises that it shows.
+    """
+    expected = np.asarray(expected)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+    np.testing.assert_array_equal(got == -np.inf, expected == -np.inf)
+    error = np.abs(np.where(finite, got, 0.0) - np.where(finite, expected, 0.0))
+    excess = error - np.broadcast_to(tolerance, error.shape)
+    if excess.size and excess.max() > 0:
+        at = np.unravel_index(excess.argmax(), excess.shape)
+        allowed = np.broadcast_to(tolerance, error.shape)[at]
+        raise AssertionError(
+            f"at {tuple(map(int, at))}: got {got[at]}, expected {expected[at]}, "
+            f"error {error[at]:.3g}, allowed {allowed:.3g}; "
+            f"{np.count_nonzero(excess > 0)} of {excess.size} are too far"
+        )
+
+
+def gaussian(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Array:
+    """Return standard normal numbers."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def qkv(
+    B: int,
+    H: int,
+    Nq: int,
+    Nk: int,
+    D: int,
+    Dv: int | None = None,
+    *,
+    dtype: Any = np.float32,
+    seed: int = 0,
+) -> tuple[Array, Array, Array]:
+    """Return standard normal q, k and v."""
+    q = gaussian(B, H, Nq, D, dtype=dtype, seed=seed)
+    k = gaussian(B, H, Nk, D, dtype=dtype, seed=seed + 1)
+    v = gaussian(B, H, Nk, D if Dv is None else Dv, dtype=dtype, seed=seed + 2)
+    return q, k, v

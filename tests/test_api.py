@@ -1,0 +1,307 @@
+"""nattn.attention: every case against the reference, results in the caller's form."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import children
+import numpy as np
+import pytest
+from cases import CASES, Case, check, qkv
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nattn
+from nattn import api
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(backend: str, case: Case, dtype: str) -> None:
+    q, k, v, options = case.make(dtype)
+    check(backend, q, k, v, **options)
+
+
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+@pytest.mark.parametrize("block", [16, 48, 64, 128, 256, 512])
+def test_sizes_around_blocks(backend: str, block: int, edge: int) -> None:
+    q, k, v = qkv(1, 1, block + edge, block + edge, 8)
+    check(backend, q, k, v, causal=True)
+    check(backend, q[:, :, :5], k, v)
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (2, 7, 4), (3, 2, 7, 4)])
+def test_rank(backend: str, shape: tuple[int, ...]) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, *shape))
+    out, lse = check(backend, q, k, v)
+    assert out.shape == shape
+    assert lse.shape == shape[:-1]
+    full = (1,) * (4 - len(shape)) + shape
+    bare = nattn.attention(*(x.reshape(full) for x in (q, k, v)), backend=backend)
+    np.testing.assert_array_equal(out, bare.reshape(shape))
+
+
+def test_layout_bnhd_is_a_view_of_bhnd(backend: str) -> None:
+    q, k, v = qkv(2, 3, 40, 60, 8, 5)
+    out, lse = nattn.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    swapped = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+    out2, lse2 = nattn.attention(
+        *swapped, causal=True, return_lse=True, layout="bnhd", backend=backend
+    )
+    assert out2.shape == (2, 40, 3, 5)
+    assert out2.flags.c_contiguous
+    np.testing.assert_array_equal(out2.transpose(0, 2, 1, 3), out)
+    np.testing.assert_array_equal(lse2, lse)  # head-major in both layouts
+
+
+def test_lists(backend: str) -> None:
+    q, k, v = [[1.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]], [[1.0], [3.0]]
+    out = nattn.attention(q, k, v, backend=backend)
+    assert out.dtype == np.float64
+    assert out.tolist() == [[2.0]]
+
+
+def test_lists_as_mask_bias_and_lengths(backend: str) -> None:
+    q, k, v = qkv(2, 1, 3, 3, 4)
+    options = {"mask": [True, True, False], "bias": [0.5, 1.0, 0.0], "kv_lens": [3, 2]}
+    check(backend, q, k, v, **options)
+
+
+def test_auto_is_cpu() -> None:
+    q, k, v = qkv(1, 1, 20, 20, 8)
+    auto, cpu = nattn.attention(q, k, v), nattn.attention(q, k, v, backend="cpu")
+    np.testing.assert_array_equal(auto, cpu)
+
+
+def test_without_lse_is_the_same(backend: str) -> None:
+    q, k, v = qkv(1, 2, 20, 20, 8)
+    out, _ = nattn.attention(q, k, v, return_lse=True, backend=backend)
+    np.testing.assert_array_equal(nattn.attention(q, k, v, backend=backend), out)
+
+
+OUTS: dict[str, Callable[[tuple[int, ...]], Any]] = {
+    "contiguous": lambda shape: np.full(shape, np.nan, "f4"),
+    "transposed": lambda shape: np.full(shape[::-1], np.nan, "f4").transpose(3, 2, 1, 0),
+    "every other": lambda shape: np.full((*shape[:-1], 2 * shape[-1]), np.nan, "f4")[..., ::2],
+    "negative": lambda shape: np.full(shape, np.nan, "f4")[:, :, ::-1, ::-1],
+    "unaligned": lambda shape: (
+        np.zeros(4 * int(np.prod(shape)) + 1, "u1")[1:].view("f4").reshape(shape)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OUTS)
+def test_out(backend: str, kind: str) -> None:
+    q, k, v = qkv(2, 3, 21, 33, 8, 5)
+    expected, expected_lse = nattn.attention(q, k, v, return_lse=True, backend=backend)
+    out = OUTS[kind]((2, 3, 21, 5))
+    got, lse = nattn.attention(q, k, v, return_lse=True, out=out, backend=backend)
+    assert got is out
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(lse, expected_lse)
+
+
+def test_out_leaves_its_surroundings_alone(backend: str) -> None:
+    q, k, v = qkv(1, 2, 50, 40, 8, 5)
+    room = np.full((1, 2, 54, 9), 7.0, "f4")
+    nattn.attention(q, k, v, out=room[:, :, 2:-2, 2:-2], backend=backend)
+    inside = np.zeros(room.shape, bool)
+    inside[:, :, 2:-2, 2:-2] = True
+    assert np.all(room[~inside] == 7.0)
+    np.testing.assert_array_equal(
+        room[inside].reshape(1, 2, 50, 5), nattn.attention(q, k, v, backend=backend)
+    )
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (2, 6, 5)])
+def test_out_of_lower_rank(backend: str, shape: tuple[int, ...]) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, *shape))
+    out = np.empty(shape)
+    assert nattn.attention(q, k, v, out=out, backend=backend) is out
+    np.testing.assert_array_equal(out, nattn.attention(q, k, v, backend=backend))
+
+
+def test_out_in_layout_bnhd(backend: str) -> None:
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in qkv(2, 3, 21, 33, 8))
+    out = np.empty((2, 21, 3, 8), "f4")
+    nattn.attention(q, k, v, out=out, layout="bnhd", backend=backend)
+    np.testing.assert_array_equal(out, nattn.attention(q, k, v, layout="bnhd", backend=backend))
+
+
+def test_out_between_the_inputs_of_one_packed_array(backend: str) -> None:
+    packed = np.random.default_rng(0).standard_normal((1, 2, 30, 4, 8))
+    q, k, v, out = (packed[..., n, :] for n in range(4))
+    expected = nattn.attention(q, k, v, backend=backend)
+    nattn.attention(q, k, v, out=out, backend=backend)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_progress_ends_at_one(backend: str, dtype: Any) -> None:
+    seen: list[float] = []
+    q, k, v = qkv(2, 2, 30, 30, 8, dtype=dtype)
+    out = api._attend(q, k, v, backend=backend, progress=seen.append)
+    np.testing.assert_array_equal(out, nattn.attention(q, k, v, backend=backend))
+    assert seen == sorted(seen)
+    assert all(0 <= done <= 1 for done in seen)
+
+
+def test_signatures_agree() -> None:
+    public = inspect.signature(nattn.attention).parameters
+    private = inspect.signature(api._attend).parameters
+    assert [*public, "progress"] == list(private)
+    assert all(public[name].default == private[name].default for name in public)
+
+
+def test_docstring() -> None:
+    result = doctest.testmod(importlib.import_module("nattn.api"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_import_is_light() -> None:
+    code = "import sys, nattn; print([m for m in ('numba', 'nattn.cpu') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=children.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_version() -> None:
+    assert nattn.__version__.count(".") == 2
+
+
+# Any shape, any strides, any options
+
+
+def _view(x: np.ndarray, kind: str) -> np.ndarray:
+    """Return the numbers of x in another arrangement of memory."""
+    if kind == "transposed":
+        return np.ascontiguousarray(x.transpose(3, 1, 0, 2)).transpose(2, 1, 3, 0)
+    if kind == "negative":
+        return np.ascontiguousarray(x[:, :, ::-1, ::-1])[:, :, ::-1, ::-1]
+    if kind == "spread":
+        room = np.full((*x.shape[:3], 3 * x.shape[3]), np.nan, x.dtype)
+        room[..., ::3] = x
+        return room[..., ::3]
+    if kind == "unaligned":
+        room = np.zeros(x.nbytes + 1, "u1")
+        view = room[1:].view(x.dtype).reshape(x.shape)
+        view[...] = x
+        return view
+    if kind == "odd row stride":
+        row = np.dtype([("x", x.dtype, x.shape[3:]), ("pad", "u1")])
+        room = np.zeros(x.shape[:3], row)
+        room["x"] = x
+        return room["x"]
+    if kind == "big-endian":
+        return x.astype(x.dtype.newbyteorder(">"))
+    if kind == "Fortran":
+        return np.asfortranarray(x)
+    if kind == "read-only":
+        x = x.copy()
+        x.flags.writeable = False
+        return x
+    if kind == "zero":
+        return np.broadcast_to(x[:1, :1, :1], x.shape)
+    return x
+
+
+KINDS = [
+    "plain",
+    "transposed",
+    "negative",
+    "spread",
+    "unaligned",
+    "odd row stride",
+    "big-endian",
+    "Fortran",
+    "read-only",
+    "zero",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_strides(backend: str, kind: str, dtype: str) -> None:
+    q, k, v = (_view(x, kind) for x in qkv(2, 3, 70, 150, 24, 9, dtype=dtype))
+    before = [x.copy() for x in (q, k, v)]
+    out = nattn.attention(q, k, v, causal=True, backend=backend)
+    native = [np.array(x, dtype, order="C") for x in (q, k, v)]
+    np.testing.assert_array_equal(out, nattn.attention(*native, causal=True, backend=backend))
+    for x, copy in zip((q, k, v), before, strict=True):
+        np.testing.assert_array_equal(x, copy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_strides_of_mask_and_bias(backend: str, kind: str, dtype: str) -> None:
+    q, k, v = qkv(2, 3, 70, 150, 8)
+    rng = np.random.default_rng(5)
+    bias = rng.standard_normal((2, 3, 70, 150)).astype(dtype)
+    bias[rng.random(bias.shape) < 0.1] = -np.inf
+    mask = rng.random(bias.shape) < 0.6
+    mask[:, :, 0, :] = True
+    options: dict[str, Any] = {"mask": _view(mask, kind), "bias": _view(bias, kind)}
+    native: dict[str, Any] = {
+        "mask": options["mask"].copy(),
+        "bias": np.array(options["bias"], dtype, order="C"),
+    }
+    out = nattn.attention(q, k, v, backend=backend, **options)
+    np.testing.assert_array_equal(out, nattn.attention(q, k, v, backend=backend, **native))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[list[np.ndarray], dict[str, Any]]:
+    dtype = draw(st.sampled_from(["float32", "float64"]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    B, Hkv, group = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    size = st.one_of(st.integers(0, 9), st.integers(10, 300))
+    Nq, Nk = draw(size), draw(size)
+    D, Dv = draw(st.integers(1, 80)), draw(st.integers(0, 80))
+    spread = draw(st.sampled_from([0.0, 1.0, 10.0]))
+    arrays = [
+        (spread * rng.standard_normal((B, Hkv * group, Nq, D))).astype(dtype),
+        rng.standard_normal((B, Hkv, Nk, D)).astype(dtype),
+        rng.standard_normal((B, Hkv, Nk, Dv)).astype(dtype),
+    ]
+    kinds = st.sampled_from(KINDS)
+    arrays = [_view(x, draw(kinds)) if x.size else x for x in arrays]
+    options: dict[str, Any] = {"causal": draw(st.booleans())}
+    item = st.integers(-(2**70), 2**70) | st.integers(-300, 300)
+    if draw(st.booleans()):
+        options["q_offset"] = draw(item | st.lists(item, min_size=B, max_size=B))
+    if draw(st.booleans()):
+        side = st.none() | st.integers(-1, 200) | st.integers(2**50, 2**70)
+        options["window_size"] = (draw(side), draw(side))
+    if draw(st.booleans()):
+        options["q_lens"] = draw(st.lists(st.integers(0, Nq), min_size=B, max_size=B))
+    if draw(st.booleans()):
+        options["kv_lens"] = draw(st.lists(st.integers(0, Nk), min_size=B, max_size=B))
+    pairs = [B, Hkv * group, Nq, Nk]
+    for name in ("mask", "bias"):
+        if draw(st.booleans()):
+            shape = [draw(st.sampled_from([1, n])) for n in pairs][draw(st.integers(0, 4)) :]
+            hidden = rng.random(shape) < draw(st.sampled_from([0.0, 0.1, 0.9, 1.0]))
+            bias = rng.standard_normal(shape).astype(draw(st.sampled_from(["f2", "f4", ">f8"])))
+            x = ~hidden if name == "mask" else np.where(hidden, -np.inf, bias).astype(bias.dtype)
+            options[name] = _view(x, draw(kinds)) if x.ndim == 4 and x.size else x
+    if draw(st.booleans()):
+        options["scale"] = draw(st.floats(-2, 2, width=32))
+    return arrays, options
+
+
+@given(call=calls())
+def test_any_call(call: tuple[list[np.ndarray], dict[str, Any]]) -> None:
+    arrays, options = call
+    check("cpu", *arrays, **options)

@@ -1,0 +1,493 @@
+"""Bad input: what raises, what it says, and that nothing was written."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nattn
+from nattn.problem import Problem
+
+nan, inf = np.nan, np.inf
+B, Hq, Hkv, Nq, Nk, D, Dv = 2, 4, 2, 5, 7, 8, 3
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def base(**changed: Any) -> dict[str, Any]:
+    arguments = {"q": zeros(B, Hq, Nq, D), "k": zeros(B, Hkv, Nk, D), "v": zeros(B, Hkv, Nk, Dv)}
+    return arguments | changed
+
+
+def three(dtype: Any) -> dict[str, Any]:
+    return {name: x.astype(dtype) for name, x in base().items()}
+
+
+class OnGpu:
+    """An array as CuPy and others show it."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "shape": (1,), "typestr": "<f4", "data": (0, True)}
+
+
+class Subclass(np.ndarray):
+    """An array that carries no meaning of its own."""
+
+
+class Silent:
+    """An object that NumPy can only wrap, and whose repr is broken."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def tensor(*, is_cuda: bool) -> Any:
+    """Return what looks like a subclass of torch.Tensor, without torch."""
+    parent = type("Tensor", (), {"__module__": "torch"})
+    return type("Parameter", (parent,), {"__module__": "elsewhere", "is_cuda": is_cuda})()
+
+
+whole = np.zeros((B, Hq, Nq, 2 * Dv), np.float32)
+
+# (what is changed, the exception, words of the message)
+BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    # rank and shape
+    "q of rank 1": ({"q": zeros(8)}, ValueError, ["q", "(8,)"]),
+    "q of rank 0": ({"q": np.float32(1)}, ValueError, ["q", "()"]),
+    "k of rank 5": ({"k": zeros(1, 2, 2, 7, 8)}, ValueError, ["k", "(1, 2, 2, 7, 8)"]),
+    "mixed ranks": ({"k": zeros(2, 7, 8)}, ValueError, ["k", "4 axes", "(2, 7, 8)"]),
+    "v of a lower rank": ({"v": zeros(7, 3)}, ValueError, ["v", "4 axes", "(7, 3)"]),
+    "D differs": ({"k": zeros(2, 2, 7, 9)}, ValueError, ["k", "(2, Hkv, Nk, 8)", "(2, 2, 7, 9)"]),
+    "B differs": ({"k": zeros(1, 2, 7, 8)}, ValueError, ["k", "(2, Hkv, Nk, 8)", "(1, 2, 7, 8)"]),
+    "v shorter": ({"v": zeros(2, 2, 6, 3)}, ValueError, ["v", "(2, 2, 7, Dv)", "(2, 2, 6, 3)"]),
+    "v longer": ({"v": zeros(2, 2, 8, 3)}, ValueError, ["v", "(2, 2, 7, Dv)", "(2, 2, 8, 3)"]),
+    "v of other heads": ({"v": zeros(2, 4, 7, 3)}, ValueError, ["v", "(2, 2, 7, Dv)"]),
+    "v of another batch": ({"v": zeros(3, 2, 7, 3)}, ValueError, ["v", "(3, 2, 7, 3)"]),
+    "heads do not divide": (
+        {"q": zeros(2, 6, 5, 8), "k": zeros(2, 4, 7, 8), "v": zeros(2, 4, 7, 3)},
+        ValueError,
+        ["k, v", "divides the 6 heads", "got 4"],
+    ),
+    "fewer query heads": ({"q": zeros(2, 1, 5, 8)}, ValueError, ["k, v", "1 heads", "got 2"]),
+    "no key heads": (
+        {"k": zeros(2, 0, 7, 8), "v": zeros(2, 0, 7, 3)},
+        ValueError,
+        ["k, v", "4 heads", "got 0"],
+    ),
+    "D = 0": ({"q": zeros(2, 4, 5, 0), "k": zeros(2, 2, 7, 0)}, ValueError, ["q", "(2, 4, 5, 0)"]),
+    "bnhd, wrong k": (
+        {
+            "q": zeros(2, 5, 4, 8),
+            "k": zeros(2, 7, 2, 9),
+            "v": zeros(2, 7, 2, 3),
+            "layout": "bnhd",
+        },
+        ValueError,
+        ["k", "(2, Nk, Hkv, 8)", "(2, 7, 2, 9)"],
+    ),
+    "bnhd of rank 3": (
+        {"q": zeros(4, 5, 8), "k": zeros(2, 7, 8), "v": zeros(2, 7, 3), "layout": "bnhd"},
+        ValueError,
+        ["q", "(B, N, H, D)", "(4, 5, 8)"],
+    ),
+    # dtypes of q, k, v
+    "integers": (three("i4"), TypeError, ["q", "float32 or float64", "int32"]),
+    "a list of integers": (
+        {"q": [[1]], "k": [[1]], "v": [[1]]},
+        TypeError,
+        ["q", "float32 or float64", "int64"],
+    ),
+    "complex": (three("c8"), TypeError, ["q", "float32 or float64", "complex64"]),
+    "bool": (three("?"), TypeError, ["q", "float32 or float64", "bool"]),
+    "longdouble": (three("g"), TypeError, ["q", "float32 or float64", np.dtype("g").name]),
+    "only k is integer": ({"k": zeros(2, 2, 7, 8, dtype="i8")}, TypeError, ["k", "int64"]),
+    "mixed floats": (
+        {"k": zeros(2, 2, 7, 8, dtype="f8")},
+        TypeError,
+        ["q, k, v", "one dtype", "float32, float64, float32"],
+    ),
+    "mixed with float16": ({"v": zeros(2, 2, 7, 3, dtype="f2")}, TypeError, ["q, k, v", "float16"]),
+    "float16": (three("f2"), NotImplementedError, ["q, k, v", "float32 or float64", "float16"]),
+    "float16, big-endian": (three(">f2"), NotImplementedError, ["q, k, v", "float16"]),
+    "bfloat16": (three(ml_dtypes.bfloat16), NotImplementedError, ["q, k, v", "bfloat16"]),
+    "float8": (three(ml_dtypes.float8_e4m3fn), TypeError, ["q", "float8_e4m3fn"]),
+    "a record": ({"q": zeros(2, 4, 5, 8, dtype=[("a", "f4")])}, TypeError, ["q", "float32"]),
+    # no arrays at all
+    "None": ({"q": None}, TypeError, ["q", "object"]),
+    "a string": ({"k": "abc"}, TypeError, ["k", "<U3"]),
+    "an object": ({"v": Silent()}, TypeError, ["v", "object"]),
+    "a ragged list": ({"q": [[1.0], [1.0, 2.0]]}, ValueError, ["q", "list"]),
+    "a masked array": (
+        {"k": np.ma.masked_less(zeros(2, 2, 7, 8), 1)},
+        TypeError,
+        ["k", "masked array", "mask"],
+    ),
+    "a masked array as mask": (
+        {"mask": np.ma.masked_array(np.ones((5, 7), bool))},
+        TypeError,
+        ["mask", "masked array"],
+    ),
+    "a torch tensor": ({"q": tensor(is_cuda=False)}, TypeError, ["q", ".numpy()"]),
+    "a torch tensor as bias": ({"bias": tensor(is_cuda=False)}, TypeError, ["bias", ".numpy()"]),
+    "a torch tensor as lengths": (
+        {"kv_lens": tensor(is_cuda=False)},
+        TypeError,
+        ["kv_lens", ".numpy()"],
+    ),
+    "a torch tensor on a GPU": ({"q": tensor(is_cuda=True)}, NotImplementedError, ["q", "cuda"]),
+    "an array on a GPU": ({"k": OnGpu()}, NotImplementedError, ["k", "OnGpu", "cuda"]),
+    "a mask on a GPU": ({"mask": OnGpu()}, NotImplementedError, ["mask", "OnGpu", "cuda"]),
+    # flags and names
+    "causal is a string": ({"causal": "False"}, TypeError, ["causal", "'False'"]),
+    "causal is an int": ({"causal": 1}, TypeError, ["causal", "1 (int)"]),
+    "causal is None": ({"causal": None}, TypeError, ["causal", "None"]),
+    "return_lse is an int": ({"return_lse": 1}, TypeError, ["return_lse", "1 (int)"]),
+    "layout": ({"layout": "bhdn"}, ValueError, ["layout", "'bhnd' or 'bnhd'", "'bhdn'"]),
+    "layout is None": ({"layout": None}, TypeError, ["layout", "None"]),
+    "layout is an array": ({"layout": np.zeros(2)}, TypeError, ["layout", "shape (2,)"]),
+    "backend": ({"backend": "gpu"}, ValueError, ["backend", "'reference'", "'gpu'"]),
+    "backend is None": ({"backend": None}, TypeError, ["backend", "None"]),
+    "backend is a list": ({"backend": ["cpu"]}, TypeError, ["backend", "cpu"]),
+    "backend cuda": ({"backend": "cuda"}, NotImplementedError, ["backend", "'cuda'", "not built"]),
+    # scale
+    "scale NaN": ({"scale": nan}, ValueError, ["scale", "finite", "nan"]),
+    "scale inf": ({"scale": -inf}, ValueError, ["scale", "finite", "-inf"]),
+    "scale is too large for float32": ({"scale": 1e39}, ValueError, ["scale", "float32", "1e+39"]),
+    "scale is a huge int": ({"scale": 10**5000}, ValueError, ["scale", "bits"]),
+    "scale is a string": ({"scale": "1"}, TypeError, ["scale", "'1'"]),
+    "scale is a bool": ({"scale": True}, TypeError, ["scale", "True"]),
+    "scale is complex": ({"scale": 1j}, TypeError, ["scale", "1j"]),
+    "scale is an array": ({"scale": np.ones(1)}, TypeError, ["scale", "shape (1,)"]),
+    "scale is a list": ({"scale": [1.0]}, TypeError, ["scale", "[1.0]"]),
+    # lengths and offset
+    "negative length": ({"kv_lens": -1}, ValueError, ["kv_lens", "from 0 to 7", "-1", "item 0"]),
+    "kv_lens too long": ({"kv_lens": [7, 8]}, ValueError, ["kv_lens", "0 to 7", "8", "item 1"]),
+    "q_lens too long": ({"q_lens": 6}, ValueError, ["q_lens", "from 0 to 5", "6"]),
+    "q_lens huge": ({"q_lens": 10**5000}, ValueError, ["q_lens", "from 0 to 5", "bits"]),
+    "kv_lens for 3 items": ({"kv_lens": [1, 2, 3]}, ValueError, ["kv_lens", "2 of them", "got 3"]),
+    "kv_lens for 1 item": ({"kv_lens": np.array([1])}, ValueError, ["kv_lens", "2", "got 1"]),
+    "kv_lens of rank 2": (
+        {"kv_lens": np.ones((2, 1), int)},
+        ValueError,
+        ["kv_lens", "an integer", "(2, 1)"],
+    ),
+    "kv_lens is a float": ({"kv_lens": 3.0}, TypeError, ["kv_lens", "an integer", "3.0"]),
+    "kv_lens are floats": ({"kv_lens": np.ones(2)}, TypeError, ["kv_lens", "float64"]),
+    "kv_lens is a bool": ({"kv_lens": True}, TypeError, ["kv_lens", "an integer", "True"]),
+    "kv_lens is a NumPy bool": ({"kv_lens": np.True_}, TypeError, ["kv_lens", "True"]),
+    "kv_lens are bools": ({"kv_lens": [True, False]}, TypeError, ["kv_lens[0]", "True"]),
+    "kv_lens are NumPy bools": ({"kv_lens": np.ones(2, bool)}, TypeError, ["kv_lens", "bool"]),
+    "kv_lens has a None": ({"kv_lens": [7, None]}, TypeError, ["kv_lens[1]", "None"]),
+    "kv_lens is a string": ({"kv_lens": "77"}, TypeError, ["kv_lens", "77"]),
+    "kv_lens is an object": ({"kv_lens": Silent()}, TypeError, ["kv_lens", "Silent"]),
+    "q_offset is a float": ({"q_offset": 0.5}, TypeError, ["q_offset", "an integer", "0.5"]),
+    "q_offset is a bool": ({"q_offset": False}, TypeError, ["q_offset", "False"]),
+    "q_offset for 1 item": ({"q_offset": [1]}, ValueError, ["q_offset", "2 of them", "got 1"]),
+    "q_offset is nested": ({"q_offset": [[1], [2]]}, TypeError, ["q_offset[0]", "[1]"]),
+    # window
+    "window below -1": ({"window_size": (-2, 0)}, ValueError, ["window_size", "-1", "got -2"]),
+    "window right below -1": ({"window_size": (0, -5)}, ValueError, ["window_size", "got -5"]),
+    "window is an int": ({"window_size": 3}, TypeError, ["window_size", "a pair", "3 (int)"]),
+    "window has 3 sides": ({"window_size": (1, 2, 3)}, ValueError, ["window_size", "a pair"]),
+    "window has 1 side": ({"window_size": [1]}, ValueError, ["window_size", "a pair", "[1]"]),
+    "window is a float": ({"window_size": (1.0, 2)}, TypeError, ["window_size", "1.0"]),
+    "window is a bool": ({"window_size": (True, 2)}, TypeError, ["window_size", "True"]),
+    "window is a string": ({"window_size": "ab"}, TypeError, ["window_size", "'a'"]),
+    # mask and bias
+    "mask of integers": ({"mask": zeros(5, 7, dtype="u1")}, TypeError, ["mask", "bool", "uint8"]),
+    "mask of floats": ({"mask": zeros(5, 7)}, TypeError, ["mask", "bool", "float32"]),
+    "mask with a column less": (
+        {"mask": np.ones((5, 6), bool)},
+        ValueError,
+        ["mask", "(2, 4, 5, 7)", "(5, 6)"],
+    ),
+    "mask of (B, Nq, Nk)": (
+        {"mask": np.ones((2, 5, 7), bool)},
+        ValueError,
+        ["mask", "(2, 4, 5, 7)", "(2, 5, 7)"],
+    ),
+    "mask of rank 5": ({"mask": np.ones((1, 1, 1, 5, 7), bool)}, ValueError, ["mask", "(1, 1, 1"]),
+    "mask with a key head axis": (
+        {"mask": np.ones((2, 2, 5, 7), bool)},
+        ValueError,
+        ["mask", "(2, 4, 5, 7)", "(2, 2, 5, 7)"],
+    ),
+    "mask is a string": ({"mask": "causal"}, TypeError, ["mask", "bool", "<U6"]),
+    "bias of integers": ({"bias": zeros(5, 7, dtype="i4")}, TypeError, ["bias", "float", "int32"]),
+    "bias of bools": ({"bias": np.ones((5, 7), bool)}, TypeError, ["bias", "float", "bool"]),
+    "bias is complex": ({"bias": zeros(5, 7, dtype="c8")}, TypeError, ["bias", "complex64"]),
+    "bias of bfloat16": (
+        {"bias": zeros(5, 7, dtype=ml_dtypes.bfloat16)},
+        NotImplementedError,
+        ["bias", "bfloat16"],
+    ),
+    "bias with a row more": ({"bias": zeros(6, 7)}, ValueError, ["bias", "(2, 4, 5, 7)", "(6, 7)"]),
+    # out
+    "out of another shape": (
+        {"out": zeros(2, 4, 5, 8)},
+        ValueError,
+        ["out", "(2, 4, 5, 3)", "(2, 4, 5, 8)"],
+    ),
+    "out of a lower rank": ({"out": zeros(4, 5, 3)}, ValueError, ["out", "(4, 5, 3)"]),
+    "out of another dtype": (
+        {"out": zeros(2, 4, 5, 3, dtype="f8")},
+        TypeError,
+        ["out", "float32", "<f8"],
+    ),
+    "out big-endian": (
+        {"out": zeros(2, 4, 5, 3, dtype=">f4")},
+        TypeError,
+        ["out", "native", ">f4"],
+    ),
+    "out is a list": ({"out": [0.0]}, TypeError, ["out", "NumPy array", "list"]),
+    "out is a masked array": ({"out": np.ma.zeros((2, 4, 5, 3), "f4")}, TypeError, ["out"]),
+    "out read-only": (
+        {"out": np.frombuffer(bytes(4 * 2 * 4 * 5 * 3), "f4").reshape(2, 4, 5, 3)},
+        ValueError,
+        ["out", "writeable", "read-only"],
+    ),
+    "out of stride zero": (
+        {"out": np.lib.stride_tricks.as_strided(zeros(5, 3), (2, 4, 5, 3), (0, 0, 12, 4))},
+        ValueError,
+        ["out", "strides", "(0, 0, 12, 4)"],
+    ),
+    "out overlaps itself": (
+        {"out": np.lib.stride_tricks.as_strided(zeros(200), (2, 4, 5, 3), (240, 60, 8, 4))},
+        ValueError,
+        ["out", "strides", "(240, 60, 8, 4)"],
+    ),
+    "out overlaps q": (
+        {"q": whole[..., :5], "k": zeros(2, 2, 7, 5), "out": whole[..., 3:]},
+        ValueError,
+        ["out", "overlaps q"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    changed, error, words = BAD[name]
+    with pytest.raises(error) as caught:
+        nattn.attention(**base(**changed))
+    assert type(caught.value) is error
+    message = str(caught.value)
+    assert message.startswith(words[0])
+    for word in [*words, "expected", "got"]:
+        assert word in message, message
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if "out" not in BAD[name][0]])
+def test_nothing_is_written_on_an_error(backend: str, name: str) -> None:
+    changed, error, _ = BAD[name]
+    out = np.full((B, Hq, Nq, Dv), 7.0, np.float32)
+    with pytest.raises(error):
+        nattn.attention(**base(backend=backend, out=out) | changed)
+    assert np.all(out == 7.0)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias"])
+@pytest.mark.parametrize("kind", ["same", "reversed", "big-endian", "buffer"])
+def test_out_that_overlaps_an_input(name: str, kind: str) -> None:
+    out = zeros(2, 4, 7, 8)
+    arguments: dict[str, Any] = {x: zeros(2, 4, 7, 8) for x in ("q", "k", "v")}
+    mine: Any = out
+    if name == "mask":
+        mine = out.view("?")[..., :7]
+    elif name == "bias":
+        mine = out[..., :7]
+    if kind == "reversed":
+        mine = mine[..., ::-1]
+    elif kind == "big-endian" and name != "mask":
+        mine = mine.view(">f4")  # converted by a copy, but out would still destroy it
+    elif kind == "buffer":
+        mine = memoryview(mine)
+    arguments[name] = mine
+    with pytest.raises(ValueError, match=f"^out: expected memory.* got .*overlaps {name}$"):
+        nattn.attention(**arguments, out=out)
+
+
+def test_out_may_lie_between_inputs() -> None:
+    packed = zeros(2, 4, 7, 4, 8)
+    q, k, v, out = (packed[:, :, :, n] for n in range(4))
+    Problem.build(q, k, v, out=out)
+    packed = zeros(2, 4, 7, 8, 2)
+    Problem.build(packed[..., 0], packed[..., 0], packed[..., 0], out=packed[..., 1])
+
+
+def test_out_of_any_slices() -> None:
+    a = base()
+    for slices in product([slice(None), slice(None, None, -2), slice(1, None, 3)], repeat=4):
+        room = zeros(20, 20, 20, 20)[slices]
+        Problem.build(**a, out=room[:2, :4, :5, :3])
+        Problem.build(**a, out=room.transpose(2, 0, 3, 1)[:2, :4, :5, :3])
+
+
+INTEGERS = {
+    "int": 3,
+    "int8": np.int8(3),
+    "uint64": np.uint64(3),
+    "0-d array": np.array(3),
+    "0-d big-endian array": np.array(3, ">i4"),
+    "list": [3, 3],
+    "list of NumPy integers": [np.int16(3), 3],
+    "tuple": (3, 3),
+    "array": np.array([3, 3], np.uint8),
+    "read-only array": np.broadcast_to(np.int64(3), (2,)),
+    "object array": np.array([3, 3], object),
+}
+
+
+@pytest.mark.parametrize("value", INTEGERS.values(), ids=INTEGERS)
+@pytest.mark.parametrize("name", ["q_lens", "kv_lens", "q_offset"])
+def test_integers(name: str, value: Any) -> None:
+    array = getattr(Problem.build(**base(), **{name: value}), name)
+    assert array.tolist() == [3, 3]
+    assert array.dtype == np.int64
+    assert array.dtype.isnative
+    assert array.flags.c_contiguous
+
+
+def test_lengths_are_copied() -> None:
+    lengths = np.array([3, 3])
+    assert not np.shares_memory(Problem.build(**base(), kv_lens=lengths).kv_lens, lengths)
+
+
+def test_default_offset_is_bottom_right() -> None:
+    p = Problem.build(**base(), q_lens=[5, 2], kv_lens=[3, 7])
+    assert p.q_offset.tolist() == [-2, 5]
+    assert Problem.build(**base()).q_offset.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("q_offset", [[], np.zeros(0, int), 4])
+def test_integers_for_no_items(q_offset: Any) -> None:
+    p = Problem.build(zeros(0, 1, 3, 4), zeros(0, 1, 3, 4), zeros(0, 1, 3, 4), q_offset=q_offset)
+    assert p.q_offset.shape == (0,)
+
+
+def test_visible_range() -> None:
+    q, k = zeros(2, 1, 4, 8), zeros(2, 1, 6, 8)
+    p = Problem.build(
+        q, k, k, causal=True, window_size=(2, 0), q_offset=[1, -1], q_lens=[3, 4], kv_lens=[3, 6]
+    )
+    i = np.arange(4)
+    keys = [
+        [range(*map(int, bounds)) for bounds in zip(*p.visible_range(b, i), strict=True)]
+        for b in range(2)
+    ]
+    assert [list(r) for r in keys[0]] == [[0, 1], [0, 1, 2], [1, 2], []]
+    assert [list(r) for r in keys[1]] == [[], [0], [0, 1], [0, 1, 2]]
+
+
+FAR = [0, 1, 3, 2**30, 2**58, 2**59 - 1, 2**59, 2**59 + 1, 2**60, 2**61, 2**62, 2**63, 2**64 + 5]
+FAR += [2**70, 2**70 + 2, 10**40]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_far_offsets_and_windows_are_exact(causal: bool) -> None:
+    q, k = zeros(1, 5), zeros(9, 5)
+    near = [n + d for n in FAR for d in (-2, 0, 3)]
+    sides = [None, *FAR]
+    for offset in [*near, *(-n for n in near)]:
+        for left, right in [
+            *((side, None) for side in sides),
+            *((None, side) for side in sides),
+            *((abs(offset + d), abs(offset + e)) for d in (-3, 0, 3) for e in (-3, 0, 3)),
+        ]:
+            p = Problem.build(q, k, k, causal=causal, q_offset=offset, window_size=(left, right))
+            lo, hi = p.visible_range(0, np.zeros(1, np.int64))
+            seen = [j for j in range(9) if lo[0] <= j < hi[0]]
+            assert seen == [
+                j
+                for j in range(9)
+                if (not causal or j <= offset)
+                and (left is None or -left <= j - offset)
+                and (right is None or j - offset <= right)
+            ], (offset, left, right)
+            reach = abs(int(p.q_offset[0])) + max(x or 0 for x in p.window)
+            assert reach < 2**62  # leaves the other half of int64 to rows
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(None, 5), (-1, 5), [None, 5], (np.int8(-1), np.uint64(5)), np.array([-1, 5])],
+)
+def test_window(value: Any) -> None:
+    assert Problem.build(**base(), window_size=value).window == (None, 5)
+
+
+SCALES = [
+    0.1,
+    np.float64(0.1),
+    np.float32(0.1),
+    np.array(0.1),
+    np.array(0.1, ">f8"),
+    Fraction(1, 10),
+]
+
+
+@pytest.mark.parametrize("value", SCALES, ids=lambda value: type(value).__name__)
+def test_scale_is_rounded_to_the_compute_dtype(value: Any) -> None:
+    p = Problem.build(**base(), scale=value)
+    assert type(p.scale) is float
+    assert p.scale == float(np.float32(0.1))
+
+
+def test_scale_in_float64() -> None:
+    a = {name: x.astype("f8") for name, x in base().items()}
+    assert Problem.build(**a, scale=0.1).scale == 0.1
+    assert Problem.build(**a).scale == 1 / np.sqrt(8)
+    assert Problem.build(**a, scale=np.float32(0.1)).scale == float(np.float32(0.1))
+    assert Problem.build(**a, scale=2).scale == 2.0
+
+
+def test_scale_that_underflows_raises_nothing() -> None:
+    with np.errstate(all="raise"):
+        assert Problem.build(**base(), scale=1e-60).scale == 0.0
+
+
+def test_subclasses_of_ndarray(tmp_path: Path) -> None:
+    x = np.memmap(tmp_path / "x", "f4", "w+", shape=(3, 4))
+    p = Problem.build(x, x.view(Subclass), x)
+    assert type(p.q) is type(p.k) is np.ndarray
+    assert np.shares_memory(p.q, x)
+    assert np.shares_memory(p.k, x)
+    assert p.k.shape == (1, 1, 3, 4)
+
+
+def test_nothing_is_copied() -> None:
+    a = base()
+    mask, bias = np.ones((5, 7), bool), zeros(4, 1, 7, dtype="f2")
+    p = Problem.build(**a, mask=mask, bias=bias)
+    for name, x in (a | {"mask": mask, "bias": bias}).items():
+        assert np.shares_memory(getattr(p, name), x)
+    assert p.mask is not None
+    assert p.bias is not None
+    assert p.mask.strides == (0, 0, 7, 1)
+    assert p.bias.strides == (0, 14, 0, 2)
+    assert p.mask.shape == p.bias.shape == (B, Hq, Nq, Nk)
+
+
+@pytest.mark.parametrize("flag", [np.True_, True])
+def test_flags(flag: Any) -> None:
+    assert Problem.build(**base(), causal=flag).causal is True
+
+
+def test_a_problem_is_frozen() -> None:
+    p = Problem.build(**base())
+    with pytest.raises(AttributeError):
+        p.scale = 2.0  # type: ignore[misc]
+
+
+def test_every_field_is_set() -> None:
+    p = Problem.build(**base())
+    assert set(vars(p)) == {field.name for field in fields(p)}

@@ -1,0 +1,646 @@
+"""The promises of nattn, in the order in which its contract numbers them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import mmap
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import children
+import numpy as np
+import pytest
+from cases import Case, assert_near, check, gaussian, qkv, truth, visible_pairs
+
+import nattn
+from nattn.dtypes import error_budget
+from nattn.problem import Problem
+
+nan, inf = np.nan, np.inf
+POISON = [nan, inf, -inf]
+
+
+def attend(backend: str, *arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = nattn.attention(*arrays, return_lse=True, backend=backend, **options)
+    return out, lse
+
+
+def assert_same_bits(got: Any, expected: Any, rows: Any = ...) -> None:
+    """Assert that pairs (out, lse) agree exactly in some rows."""
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(x[rows], y[rows])
+
+
+# 1. Hidden keys are never read into a result
+
+RNG = np.random.default_rng(7)
+HIDING: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "causal, negative offset": {"causal": True, "q_offset": -20},
+    "window": {"window_size": (40, 11)},
+    "window, causal": {"window_size": (5, -1), "causal": True},
+    "kv_lens": {"kv_lens": 117},
+    "mask": {"mask": RNG.random((70, 200)) < 0.5},
+    "mask of each head": {"mask": RNG.random((2, 70, 200)) < 0.9},
+    "mask of keys": {"mask": RNG.random(200) < 0.5},
+    "mask of rows": {"mask": RNG.random((70, 1)) < 0.5},
+    "bias": {"bias": np.where(RNG.random((2, 70, 200)) < 0.5, -inf, 1.0).astype("f4")},
+    "bias, float16": {"bias": np.where(RNG.random((70, 200)) < 0.1, -inf, 1.0).astype("f2")},
+    "mask and causal": {"mask": RNG.random((70, 200)) < 0.5, "causal": True},
+    "mask and bias": {
+        "mask": RNG.random((70, 200)) < 0.7,
+        "bias": np.where(RNG.random(200) < 0.3, -inf, 1.0),
+    },
+}
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("hiding", HIDING)
+def test_1_hidden_keys_and_values_change_nothing(backend: str, hiding: str, poison: float) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16, 9)
+    options = HIDING[hiding]
+    clean = attend(backend, q, k, v, **options)
+    visible = visible_pairs(Problem.build(q, k, v, **options))[0]
+    for h in range(2):
+        for i in (0, 1, 15, 16, 31, 47, 48, 69):
+            hidden = ~visible[h, i]  # element by element: other rows see some of these keys
+            bad_k, bad_v = k.copy(), v.copy()
+            bad_k[0, h, hidden] = poison
+            bad_v[0, h, hidden] = poison
+            got = attend(backend, q, bad_k, bad_v, **options)
+            untouched = ~(visible[h] & hidden).any(axis=1)
+            assert untouched[i]
+            assert_same_bits(got, clean, (0, h, untouched))
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("hiding", ["causal", "window", "kv_lens", "mask", "mask of each head"])
+def test_1_hidden_bias_changes_nothing(backend: str, hiding: str, poison: float) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    options = HIDING[hiding]
+    bias = gaussian(2, 70, 200)
+    clean = attend(backend, q, k, v, bias=bias, **options)
+    visible = visible_pairs(Problem.build(q, k, v, **options))[0]
+    bad = np.where(visible, bias, np.float32(poison))
+    assert_same_bits(attend(backend, q, k, v, bias=bad, **options), clean)
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_1_padding_changes_nothing(backend: str, poison: float) -> None:
+    q, k, v = qkv(3, 2, 60, 90, 16)
+    lengths: dict[str, Any] = {"q_lens": [60, 7, 33], "kv_lens": [1, 90, 64], "causal": True}
+    clean = attend(backend, q, k, v, **lengths)
+    for b, (n_q, n_kv) in enumerate(zip(lengths["q_lens"], lengths["kv_lens"], strict=True)):
+        q[b, :, n_q:] = k[b, :, n_kv:] = v[b, :, n_kv:] = poison
+    got = attend(backend, q, k, v, **lengths)
+    assert_same_bits(got, clean)
+    for b, n_q in enumerate(lengths["q_lens"]):
+        assert np.all(got[0][b, :, n_q:] == 0.0)
+        assert np.all(got[1][b, :, n_q:] == -inf)
+
+
+def test_1_a_bias_of_minus_inf_hides_a_score_of_nan(backend: str) -> None:
+    q, k, v = qkv(1, 1, 50, 100, 8)
+    bias = np.where(np.arange(100) % 3 == 0, np.float32(-inf), 0)
+    clean = attend(backend, q, k, v, bias=bias)
+    k[:, :, ::3] = v[:, :, ::3] = nan
+    assert_same_bits(attend(backend, q, k, v, bias=bias), clean)
+
+
+def test_1_a_score_of_minus_inf_hides_its_key(backend: str) -> None:
+    q = np.abs(gaussian(1, 1, 50, 1)) + 1
+    k, v = gaussian(1, 1, 100, 1, seed=1), gaussian(1, 1, 100, 5, seed=2)
+    hidden = np.arange(100) % 3 == 0
+    expected = truth(q, k, v, mask=~hidden)
+    k[:, :, hidden] = -inf
+    v[:, :, hidden] = nan
+    out, lse = attend(backend, q, k, v)
+    assert_near(out, expected.out, expected.budget.out[..., None])
+    assert_near(lse, expected.lse, expected.budget.lse)
+    out, lse = attend(backend, q, np.full_like(k, -inf), np.full_like(v, nan))
+    assert np.all(out == 0.0)
+    assert np.all(lse == -inf)
+
+
+def test_1_a_hidden_score_stays_hidden_under_any_bias(backend: str) -> None:
+    q, k, v = np.ones((1, 1, 20, 1), "f4"), gaussian(1, 1, 40, 1), gaussian(1, 1, 40, 3, seed=1)
+    expected = truth(q, k, v, mask=np.arange(40) != 5)
+    k[:, :, 5], v[:, :, 5] = -inf, nan
+    out, _ = attend(backend, q, k, v, bias=np.where(np.arange(40) == 5, inf, 0.0))
+    assert_near(out, expected.out, expected.budget.out[..., None])
+
+
+def test_1_a_bias_that_the_dtype_rounds_to_minus_inf_hides(backend: str) -> None:
+    q, k, v = qkv(1, 1, 20, 40, 8)
+    low = np.where(np.arange(40) % 3, 0.0, -1e300)
+    clean = attend(backend, q, k, v, bias=np.where(low, -inf, 0.0))
+    k[:, :, ::3] = v[:, :, ::3] = nan
+    assert_same_bits(attend(backend, q, k, v, bias=low), clean)
+    out, lse = attend(backend, q, k, v, bias=np.full(40, -1e300))
+    assert np.all(out == 0.0)
+    assert np.all(lse == -inf)
+    wide = [x.astype("f8") for x in qkv(1, 1, 20, 40, 8)]
+    assert np.all(np.isfinite(attend(backend, *wide, bias=np.full(40, -1e300))[1]))
+
+
+# 2. A row that sees no key
+
+EMPTYING: dict[str, tuple[dict[str, Any], slice]] = {
+    "mask": ({"mask": np.arange(70)[:, None] >= 30}, slice(0, 30)),
+    "bias": ({"bias": np.where(np.arange(70)[:, None] >= 30, 0, -inf)}, slice(0, 30)),
+    "causal": ({"causal": True, "q_offset": -30}, slice(0, 30)),
+    "causal, all": ({"causal": True, "q_offset": -(2**70)}, slice(None)),
+    "window left": ({"window_size": (9, 0), "q_offset": 140}, slice(69, None)),
+    "window right": ({"window_size": (None, 4), "q_offset": -34}, slice(0, 30)),
+    "q_lens": ({"q_lens": 40}, slice(40, None)),
+    "kv_lens": ({"kv_lens": 0}, slice(None)),
+    "mask and causal together": (
+        {"causal": True, "q_offset": 0, "mask": np.arange(200) >= 30},
+        slice(0, 30),
+    ),
+}
+
+
+@pytest.mark.parametrize("emptying", EMPTYING)
+def test_2_empty_rows(backend: str, emptying: str) -> None:
+    options, empty = EMPTYING[emptying]
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    v += 100.0
+    out, lse = check(backend, q, k, v, **options)
+    assert np.all(out[:, :, empty] == 0.0)
+    assert np.all(lse[:, :, empty] == -inf)
+    rest = np.ones(70, bool)
+    rest[empty] = False
+    assert np.all(np.isfinite(lse[:, :, rest]))
+    assert np.all(out[:, :, rest] > 50.0)
+
+
+# 3. NaN and Inf that are visible propagate to the rows that see them, and to no others
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, HIDING["mask"]], ids=str)
+@pytest.mark.parametrize("j", [0, 1, 63, 64, 128, 150, 199])
+@pytest.mark.parametrize("hidden_elements", [False, True])
+def test_3_a_visible_nan_in_a_key(
+    backend: str, options: dict[str, Any], j: int, hidden_elements: bool
+) -> None:
+    q, k, v = qkv(2, 2, 70, 200, 16)
+    if hidden_elements and not options:
+        options = {"mask": np.arange(200) != 199 - j}
+    clean = attend(backend, q, k, v, **options)
+    k[1, 0, j, 3] = nan
+    out, lse = attend(backend, q, k, v, **options)
+    sees = np.zeros((2, 2, 70), bool)
+    sees[1, 0] = visible_pairs(Problem.build(q, k, v, **options))[1, 0, :, j]
+    assert np.all(np.isnan(out[sees]))
+    assert np.all(np.isnan(lse[sees]))
+    assert_same_bits((out, lse), clean, ~sees)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, HIDING["mask"]], ids=str)
+@pytest.mark.parametrize("value", POISON)
+@pytest.mark.parametrize("j", [0, 100, 199])
+def test_3_a_visible_value(backend: str, options: dict[str, Any], value: float, j: int) -> None:
+    q, k, v = qkv(2, 2, 70, 200, 16, 9)
+    clean_out, clean_lse = attend(backend, q, k, v, **options)
+    v[1, 0, j, 3] = value
+    out, lse = attend(backend, q, k, v, **options)
+    sees = np.zeros(out.shape, bool)
+    sees[1, 0, :, 3] = visible_pairs(Problem.build(q, k, v, **options))[1, 0, :, j]
+    assert not np.isfinite(out[sees]).any()
+    np.testing.assert_array_equal(out[~sees], clean_out[~sees])
+    np.testing.assert_array_equal(lse, clean_lse)
+
+
+@pytest.mark.parametrize("value", POISON)
+@pytest.mark.parametrize("j", [0, 100, 299])
+@pytest.mark.parametrize("top", [5, 130, 290])
+@pytest.mark.parametrize("options", [{}, {"mask": np.arange(300) != 77}], ids=["plain", "mask"])
+def test_3_where_the_probability_underflows(
+    backend: str, value: float, j: int, top: int, options: dict[str, Any]
+) -> None:
+    q = np.ones((1, 1, 50, 1), "f4")
+    k, v = np.full((1, 1, 300, 1), -2000, "f4"), gaussian(1, 1, 300, 5)
+    k[:, :, top] = 2000  # before, after and beside the key that shows
+    v[:, :, j, 2] = value
+    out, lse = attend(backend, q, k, v, **options)
+    assert not np.isfinite(out[..., 2]).any()
+    others = [0, 1, 3, 4]
+    np.testing.assert_array_equal(
+        out[..., others], np.broadcast_to(v[:, :, [top]][..., others], (1, 1, 50, 4))
+    )
+    assert np.all(lse == 2000.0)
+
+
+@pytest.mark.parametrize("score", [nan, inf])
+@pytest.mark.parametrize("j", [0, 100, 199])
+def test_3_a_visible_score(backend: str, score: float, j: int) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    bias = np.zeros((70, 200), "f4")
+    clean = attend(backend, q, k, v, bias=bias)
+    bias[11, j] = score
+    out, lse = attend(backend, q, k, v, bias=bias)
+    assert np.all(np.isnan(out[:, :, 11]))
+    assert np.all(np.isnan(lse[:, :, 11]))
+    assert_same_bits((out, lse), clean, (slice(None), slice(None), np.arange(70) != 11))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("i", [0, 17, 69])
+def test_3_a_nan_in_a_query_stays_in_its_row(backend: str, options: dict[str, Any], i: int) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    clean = attend(backend, q, k, v, **options)
+    q[0, 1, i, 5] = nan
+    out, lse = attend(backend, q, k, v, **options)
+    assert np.all(np.isnan(out[0, 1, i]))
+    assert np.isnan(lse[0, 1, i])
+    rest = np.ones((1, 2, 70), bool)
+    rest[0, 1, i] = False
+    assert_same_bits((out, lse), clean, rest)
+
+
+@pytest.mark.parametrize("Nq", [1, 3, 8])
+def test_3_with_few_queries(backend: str, Nq: int) -> None:
+    q, k, v = qkv(1, 4, Nq, 300, 16)
+    k, v = k[:, :2], v[:, :2].copy()
+    clean = attend(backend, q, k, v)
+    v[0, 1, 123, 4] = nan
+    out, lse = attend(backend, q, k, v)
+    assert np.all(np.isnan(out[0, 2:, :, 4]))
+    assert np.isnan(out).sum() == 2 * Nq
+    assert_same_bits((out, lse), clean, (slice(None), slice(0, 2)))
+    np.testing.assert_array_equal(lse, clean[1])
+
+
+# 4. There is no sentinel
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("n", [1, 5, 64, 600])
+@pytest.mark.parametrize("hidden_elements", [False, True])
+@pytest.mark.parametrize("Nq", [1, 50])
+def test_4_all_scores_at_the_lowest_number(
+    backend: str, dtype: str, n: int, hidden_elements: bool, Nq: int
+) -> None:
+    lowest = np.finfo(dtype).min
+    q, k = np.ones((1, 1, Nq, 1), dtype), np.full((1, 1, n, 1), lowest)
+    v = gaussian(1, 1, n, 5, dtype=dtype)
+    options = {}
+    seen = slice(None)
+    if hidden_elements:
+        seen = slice(0, max(1, n // 2))
+        options["mask"] = np.arange(n) < max(1, n // 2)
+        k[:, :, max(1, n // 2) :] = 0.0  # larger, but hidden
+    out, lse = attend(backend, q, k, v, **options)
+    mean = v[0, 0, seen].astype("f8").mean(axis=0)
+    # the scores are exact: only the mean is rounded
+    budget = error_budget(np.dtype(dtype), n, 0.0, np.abs(v).max(), 1)
+    assert_near(out, np.broadcast_to(mean, out.shape), budget.out)
+    assert np.all(lse == lowest)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_4_the_lowest_number_beside_ordinary_scores(backend: str, dtype: str, where: str) -> None:
+    k = np.zeros((1, 1, 700, 1), dtype)
+    low = slice(0, 500) if where == "first" else slice(200, None)
+    rest = slice(500, None) if where == "first" else slice(0, 200)
+    k[:, :, low] = np.finfo(dtype).min
+    v = gaussian(1, 1, 700, 5, dtype=dtype)
+    out, lse = attend(backend, np.ones((1, 1, 50, 1), dtype), k, v)
+    budget = error_budget(np.dtype(dtype), 700, 0.0, np.abs(v).max(), 1)
+    mean = v[0, 0, rest].astype("f8").mean(axis=0)
+    assert_near(out, np.broadcast_to(mean, out.shape), budget.out)
+    assert_near(lse, np.full(lse.shape, math.log(200)), budget.lse)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_4_a_bias_at_the_lowest_number_hides_nothing(backend: str, dtype: str) -> None:
+    q, k = np.zeros((1, 1, 50, 4), dtype), np.zeros((1, 1, 300, 4), dtype)
+    v = gaussian(1, 1, 300, 5, dtype=dtype)
+    out, lse = attend(backend, q, k, v, bias=np.full(300, np.finfo(dtype).min, dtype))
+    budget = error_budget(np.dtype(dtype), 300, 0.0, np.abs(v).max(), 4)
+    assert_near(out, np.broadcast_to(v[0, 0].astype("f8").mean(axis=0), out.shape), budget.out)
+    assert np.all(lse == np.finfo(dtype).min)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("size", [1e4, 1e20, 3e38])
+def test_4_large_equal_scores(backend: str, sign: float, size: float) -> None:
+    k = np.full((1, 1, 300, 1), sign * size, "f4")
+    v = gaussian(1, 1, 300, 5)
+    out, lse = attend(backend, np.ones((1, 1, 50, 1), "f4"), k, v)
+    budget = error_budget(np.dtype("f4"), 300, 0.0, np.abs(v).max(), 1)
+    assert_near(out, np.broadcast_to(v[0, 0].astype("f8").mean(axis=0), out.shape), budget.out)
+    score = float(k[0, 0, 0, 0])
+    np.testing.assert_array_equal(lse, np.float32(score + math.log(300)))
+
+
+def test_4_scores_from_lowest_to_highest(backend: str) -> None:
+    k = np.array([np.finfo("f4").min, -1e30, 0.0, 1e30, np.finfo("f4").max], "f4")
+    for order in (k, k[::-1], np.repeat(k, 150)[:-149]):
+        v = gaussian(1, 1, len(order), 5)
+        keys = order.reshape(1, 1, -1, 1)
+        out, lse = attend(backend, np.ones((1, 1, 20, 1), "f4"), keys, v)
+        winner = v[:, :, [order.argmax()]]
+        np.testing.assert_array_equal(out, np.broadcast_to(winner, out.shape))
+        assert np.all(lse == np.finfo("f4").max)
+
+
+# 5. Same input, same bits
+
+
+def test_5_whatever_the_number_of_threads(child: Callable[..., str]) -> None:
+    child("threads_and_bits", NUMBA_NUM_THREADS="5")
+
+
+MATES = [
+    {},
+    {"causal": True},
+    {"causal": True, "q_offset": [0, 33, -5]},
+    {"q_lens": [90, 1, 40], "kv_lens": [140, 139, 3], "causal": True},
+    {"window_size": (20, 3)},
+]
+
+
+@pytest.mark.parametrize("options", MATES, ids=str)
+@pytest.mark.parametrize("Nq", [5, 90])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_5_whatever_the_batch_mates(
+    backend: str, options: dict[str, Any], Nq: int, dtype: str
+) -> None:
+    q, k, v = qkv(3, 4, Nq, 140, 24, dtype=dtype)
+    k, v = k[:, :2], v[:, :2]
+    mask = np.random.default_rng(3).random((3, 4, Nq, 140)) < 0.8
+    if "q_lens" in options:
+        options = options | {"q_lens": [min(n, Nq) for n in options["q_lens"]]}
+    for extra in ({}, {"mask": mask}):
+        together = attend(backend, q, k, v, **options, **extra)
+        for b in range(3):
+            alone = {
+                name: x[b : b + 1] if name.endswith(("lens", "offset", "mask")) else x
+                for name, x in (options | extra).items()
+            }
+            got = attend(backend, q[b : b + 1], k[b : b + 1], v[b : b + 1], **alone)
+            assert_same_bits(got, [x[b : b + 1] for x in together])
+
+
+@pytest.mark.parametrize("Nq", [1, 5, 90])
+def test_5_whatever_the_other_heads(backend: str, Nq: int) -> None:
+    q, k, v = qkv(1, 6, Nq, 140, 24)
+    k, v = k[:, :2], v[:, :2]
+    together = attend(backend, q, k, v, causal=True)
+    for kv in range(2):
+        heads = slice(3 * kv, 3 * kv + 3)
+        got = attend(backend, q[:, heads], k[:, kv : kv + 1], v[:, kv : kv + 1], causal=True)
+        assert_same_bits(got, [x[:, heads] for x in together])
+
+
+@pytest.mark.parametrize("lengths", [(90, 140), (33, 64), (1, 139), (16, 1), (40, 0)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (20, 3)}], ids=str)
+def test_5_however_it_is_padded(
+    backend: str, lengths: tuple[int, int], options: dict[str, Any]
+) -> None:
+    q, k, v = qkv(2, 2, 90, 140, 24)
+    n_q, n_kv = lengths
+    mask = np.random.default_rng(3).random((90, 140)) < 0.8
+    for extra in ({}, {"mask": mask}):
+        out, lse = attend(backend, q, k, v, q_lens=n_q, kv_lens=n_kv, **options, **extra)
+        if extra:
+            extra = {"mask": mask[:n_q, :n_kv]}
+        got = attend(backend, q[:, :, :n_q], k[:, :, :n_kv], v[:, :, :n_kv], **options, **extra)
+        assert_same_bits(got, (out[:, :, :n_q], lse[:, :, :n_q]))
+
+
+def test_5_every_time(backend: str) -> None:
+    q, k, v = qkv(2, 2, 70, 140, 24)
+    first = attend(backend, q, k, v, causal=True)
+    for _ in range(50):
+        assert_same_bits(attend(backend, q, k, v, causal=True), first)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 30, 48, 69])
+def test_5_a_slice_of_the_queries_is_equal_within_the_budget(backend: str, cut: int) -> None:
+    q, k, v = qkv(1, 2, 70, 140, 24)
+    t = truth(q, k, v, causal=True)
+    out, lse = attend(backend, q[:, :, cut:], k, v, causal=True)
+    assert_near(out, t.out[:, :, cut:], t.budget.out[:, :, cut:, None])
+    assert_near(lse, t.lse[:, :, cut:], t.budget.lse[:, :, cut:])
+
+
+# 6. Linear memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+@pytest.mark.parametrize("what", ["causal", "full", "mask", "bias", "window"])
+def test_6_linear_memory(child: Callable[..., str], what: str) -> None:
+    # the scores alone would take 1 GiB
+    assert int(child("memory", 16384, what)) < 32 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+def test_6_strided_keys_are_not_copied(child: Callable[..., str]) -> None:
+    # k and v have 128 MiB each
+    assert int(child("memory", 1 << 19, "strided")) < 32 << 20
+
+
+# 7. Accumulation and dtypes
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_7_dtype_of_the_results(backend: str, dtype: str) -> None:
+    out, lse = attend(backend, *qkv(1, 1, 3, 3, 4, dtype=dtype), bias=np.zeros(3))
+    assert out.dtype == lse.dtype == np.dtype(dtype)
+
+
+@pytest.mark.parametrize("scale", [np.float64(0.3), np.float32(0.3), np.array(0.3)], ids=repr)
+def test_7_the_type_of_scale_changes_nothing(backend: str, scale: Any) -> None:
+    q, k, v = qkv(1, 2, 30, 40, 8)
+    got = attend(backend, q, k, v, scale=scale)
+    assert got[0].dtype == np.float32
+    assert_same_bits(got, attend(backend, q, k, v, scale=0.3))
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_7_long_rows_stay_within_the_budget(backend: str, spread: float) -> None:
+    q, k, v = qkv(1, 1, 20, 50_000, 16, 4)
+    check(backend, q * np.float32(spread), k, v)
+    v[...] = 0.1  # rounding errors of one sign
+    check(backend, q * np.float32(spread), k, v)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 30.0, 1e3])
+def test_7_scores_of_any_size_stay_within_the_budget(backend: str, size: float) -> None:
+    q, k, v = qkv(1, 2, 60, 300, 16)
+    check(backend, q * np.float32(size), k, v)
+    check(backend, q, k, v * np.float32(size))
+
+
+# 8. Indices
+
+
+def test_8_more_keys_than_16_bits_count(backend: str) -> None:
+    n = 70_000
+    v = np.arange(n, dtype="f4").reshape(1, 1, n, 1)
+    mask = np.arange(n) == 66_001
+    out, lse = attend(backend, np.ones((1, 1, 1, 1), "f4"), np.zeros_like(v), v, mask=mask)
+    assert out.item() == 66_001
+    assert lse.item() == 0.0
+    offset = {"window_size": (0, 0), "q_offset": 66_001}
+    out, _ = attend(backend, np.ones((1, 1, 1, 1), "f4"), np.zeros_like(v), v, **offset)
+    assert out.item() == 66_001
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs files with holes")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_8_strides_beyond_32_bits(backend: str, sign: int, tmp_path: Path) -> None:
+    with open(tmp_path / "holes", "w+b") as file:
+        file.truncate(18 << 30)
+        room = np.frombuffer(mmap.mmap(file.fileno(), 0), np.float32)
+    row = (1 << 29) + 8  # the fourth row lies beyond 2**31 elements, the last beyond 2**33 bytes
+
+    def far(x: np.ndarray, start: int) -> np.ndarray:
+        strides = (0, 4 * 100, 4 * row, 4)
+        view = np.lib.stride_tricks.as_strided(room[start:], x.shape, strides)
+        view[...] = x
+        return view[:, :, ::sign]
+
+    q, k, v = qkv(1, 2, 5, 7, 4)
+    got = attend(backend, far(q, 0), far(k, 1000), far(v, 2000), causal=True)
+    near = [x[:, :, ::sign] for x in (q, k, v)]
+    assert_same_bits(got, attend(backend, *near, causal=True))
+
+
+# 9. Errors: the table is in test_problem.py
+
+
+def test_9_errors_come_before_anything_is_written(backend: str) -> None:
+    q, k, v = qkv(1, 1, 5, 5, 4)
+    out = np.full((1, 1, 5, 4), 7.0, "f4")
+    with pytest.raises(ValueError, match=r"^kv_lens: expected lengths from 0 to 5, got 6"):
+        nattn.attention(q, k, v, kv_lens=6, out=out, backend=backend)
+    assert np.all(out == 7.0)
+
+
+# 10. Empty sizes
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (1, 1)}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Case("B", B=0),
+        Case("H", Hq=0),
+        Case("Hq", Hq=0, Hkv=3),
+        Case("Nq", Nq=0, Nk=7),
+        Case("Nk", Nq=7, Nk=0),
+        Case("Dv", Dv=0),
+        Case("Nq, Nk", Nq=0),
+        Case("all", B=0, Hq=0, Nq=0, Dv=0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_10_empty_sizes(backend: str, sizes: Case, options: dict[str, Any], dtype: str) -> None:
+    q, k, v, _ = sizes.make(dtype)
+    out, lse = check(backend, q, k, v, **options)
+    assert out.shape == (*q.shape[:3], v.shape[3])
+    assert lse.shape == q.shape[:3]
+    if sizes.Nk == 0:
+        assert np.all(out == 0.0)
+        assert np.all(lse == -inf)
+    pairs = (*q.shape[:3], k.shape[2])
+    check(backend, q, k, v, mask=np.ones(pairs, bool), bias=np.zeros(pairs), **options)
+
+
+def test_10_no_value_columns_still_have_an_lse(backend: str) -> None:
+    q, k, v = qkv(1, 2, 50, 60, 8)
+    _, expected = attend(backend, q, k, v)
+    out, lse = attend(backend, q, k, v[..., :0])
+    assert out.shape == (1, 2, 50, 0)
+    np.testing.assert_array_equal(lse, expected)
+
+
+# 11. Call it from anywhere
+
+LAYERS = ["omp", "workqueue", "tbb"]
+forks = pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="there is no fork")
+
+
+def need(layer: str) -> dict[str, str]:
+    """Return the environment of a threading layer, or skip where its library is missing."""
+    name = {"omp": "omppool", "workqueue": "workqueue", "tbb": "tbbpool"}[layer]
+    try:
+        importlib.import_module(f"numba.np.ufunc.{name}")
+    except ImportError:
+        pytest.skip(f"no library for the threading layer {layer}")
+    return {"NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": "2"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_11_several_threads(child: Callable[..., str], layer: str) -> None:
+    child("several_threads", **need(layer))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_11_first_call_in_several_threads(child: Callable[..., str], layer: str) -> None:
+    child("first_call_in_several_threads", **need(layer))
+
+
+@forks
+@pytest.mark.parametrize("layer", LAYERS)
+def test_11_fork(child: Callable[..., str], layer: str) -> None:
+    child("fork", **need(layer))
+
+
+@forks
+def test_11_fork_before_the_first_call(child: Callable[..., str]) -> None:
+    child("fork_before_the_first_call")
+
+
+@forks
+@pytest.mark.parametrize("layer", LAYERS)
+def test_11_fork_while_a_thread_calls(child: Callable[..., str], layer: str) -> None:
+    child("fork_while_a_thread_calls", **need(layer))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_11_process_pool(child: Callable[..., str], method: str) -> None:
+    child("process_pool", method)
+
+
+@forks
+@pytest.mark.parametrize("layer", LAYERS)
+def test_11_process_pool_on_each_layer(child: Callable[..., str], layer: str) -> None:
+    child("process_pool", "fork", **need(layer))
+
+
+@forks
+@pytest.mark.parametrize("layer", LAYERS)
+def test_11_ctrl_c(layer: str) -> None:
+    # Uninterrupted, the call would take hours: that it ends is the proof.
+    with subprocess.Popen(
+        children.command("interrupt"),
+        env=children.environment(**need(layer)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        watchdog = threading.Timer(200, process.kill)
+        watchdog.start()
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if lines[-1] == "ready":
+                threading.Timer(0.7, process.send_signal, [signal.SIGINT]).start()
+        status = process.wait()
+        watchdog.cancel()
+    assert status == 0, "\n".join(lines)
+    assert lines == ["ready", "interrupted"] * 2 + ["right"]
