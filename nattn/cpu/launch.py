@@ -30,11 +30,11 @@ from .forward import ARGS, forward_worker
 
 Progress = Callable[[float], object]
 
-SHORT = 2e8
-"""Floating-point operations from which waking a second thread pays many times over is far
-exceeded, while the calling thread may still work itself: a few hundredths of a second."""
+SHORT = 5e9
+"""Floating-point operations up to which the calling thread works itself instead of waiting: it
+cannot be interrupted for some hundredths of a second, and one thread less has to be woken."""
 
-TINY = 2e6
+TINY = 5e6
 """Below this the calling thread is done before another one would have begun."""
 
 _pool: ThreadPoolExecutor | None = None
@@ -148,11 +148,12 @@ class Plan:
     areas: tuple[int, ...]
     scratch_bytes: int
     n_tasks: int
-    flops: float
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(dtype: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: int) -> Plan:
+def plan(
+    dtype: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: int, threads: int
+) -> Plan:
     """Choose tiles, tasks and scratch; compile the kernel if need be."""
     # Heads that share their keys form one stream where together they fit in one tile: separately
     # each would leave most lanes empty.
@@ -162,7 +163,7 @@ def plan(dtype: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: 
     tile = tiles.choose_tile(dtype, rows)
     block = tiles.block_kv(tile, D)
     n_tiles = -(-rows // tile.lanes)
-    per_task = tiles.tiles_per_task(tile, block, D, Dv, n_tiles, B * streams)
+    per_task = tiles.tiles_per_task(tile, block, D, Dv, n_tiles, B * streams, threads)
     tasks_per_stream = -(-n_tiles // per_task)
     layout = tiles.scratch_layout(tile, block, per_task, D, Dv)
     return Plan(
@@ -172,7 +173,6 @@ def plan(dtype: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: 
         tuple(layout[name] for name in tiles.AREAS),
         layout["end"],
         B * streams * tasks_per_stream,
-        2.0 * B * Hq * Nq * Nk * (D + Dv),
     )
 
 
@@ -223,8 +223,11 @@ def forward(
         out[...] = 0
         lse[...] = -np.inf
         return
-    todo = plan("float32" if p.dtype.itemsize == 4 else "float64", p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv)
-    threads = 1 if todo.flops < TINY else min(thread_count(), todo.n_tasks)
+    dtype = "float32" if p.dtype.itemsize == 4 else "float64"
+    flops = 2.0 * p.B * p.Hq * p.Nq * p.Nk * (p.D + p.Dv)
+    threads = 1 if flops < TINY else thread_count()
+    todo = plan(dtype, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, threads)
+    threads = min(threads, todo.n_tasks)
     scratch = _scratch.take(threads * todo.scratch_bytes + 64)
     control = Control(0, todo.n_tasks)
     bound = [
@@ -249,5 +252,5 @@ def forward(
         *todo.areas,
         p.scale,
     )
-    run(todo.worker, args, control, threads, todo.flops, progress)
+    run(todo.worker, args, control, threads, flops, progress)
     _scratch.give_back(scratch)

@@ -24,8 +24,12 @@ AREAS = (
 )
 """A worker's scratch areas: see `scratch_layout`."""
 
-MIN_TASKS = 8
-"""A problem is cut into at least so many tasks, if it has so many tiles."""
+TASKS_PER_THREAD = 16
+"""A problem is cut into so many tasks for each thread, if it has so many tiles: while one thread
+is at its last task, the others have nothing to do."""
+
+L1_SHARE = 18 * 1024
+"""Bytes of first-level cache for the scores of one tile; processors have 32 KiB or more."""
 
 L2_SHARE = 384 * 1024
 """Bytes of second-level cache that one task may fill; processors since 2017 have 512 KiB or more."""
@@ -74,9 +78,16 @@ def choose_tile(dtype: str, rows: int) -> Tile:
     return Tile(dtype, width, *(narrow if rows <= width else wide))
 
 
+@functools.cache
 def block_kv(tile: Tile, D: int) -> int:
-    """Return the number of keys in a block: the scores of one tile must stay in L1."""
-    return 256 if D <= 256 else 64
+    """Return the number of keys in a block.
+
+    The scores of one tile take a good half of the first-level cache, and keys and values of the
+    block together less than half of the second. Between 128 and 256 keys speed hardly changes.
+    """
+    by_scores = L1_SHARE // (tile.lanes * tile.itemsize)
+    by_keys = L2_SHARE // (4 * D * tile.itemsize)
+    return max(64, min(by_scores, by_keys, 256) // 64 * 64)
 
 
 def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[str, int]:
@@ -116,14 +127,16 @@ def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[
     return layout
 
 
-def tiles_per_task(tile: Tile, block: int, D: int, Dv: int, tiles: int, streams: int) -> int:
+def tiles_per_task(
+    tile: Tile, block: int, D: int, Dv: int, tiles: int, streams: int, threads: int
+) -> int:
     """Return how many query tiles share one pass over the keys.
 
     As many as the second-level cache holds beside the block, at most 8 (more saves nothing), and
-    few enough that a small problem still gives each thread something to do.
+    few enough that all threads stay busy.
     """
     room = L2_SHARE - block * (D + Dv) * tile.itemsize
     fit = room // ((D + Dv) * tile.lanes * tile.itemsize)
-    share = -(-tiles * streams // MIN_TASKS)
+    share = -(-tiles * streams // (TASKS_PER_THREAD * threads))
     most = max(1, min(8, fit, share, tiles))
     return -(-tiles // -(-tiles // most))
