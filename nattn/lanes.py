@@ -8,6 +8,8 @@ the NumPy functions listed below work on it as they do on scalars, with scalars 
     + - * / // %   unary -   < <= > >= == !=   & | ^ ~   abs min max
     np.where  np.minimum  np.maximum  np.abs  np.sqrt  np.exp  np.exp2  np.log  np.tanh
 
+    array[lanes]   a gather: an element of a one-dimensional array for every lane
+
 LLVM splits a vector that is wider than the processor's registers and pads one that is narrower, so
 every width works on every machine and one process can test them all.
 
@@ -411,9 +413,9 @@ class _Format:
     """The numbers behind the elementary functions of one float format.
 
     Polynomials are minimax fits (Remez exchange, relative error): exp2 holds (2**f - 1) / f on
-    0 <= f <= 1, expm1 holds (e**r - 1 - r) / r**2 on |r| <= ln(2)/2, log holds
+    |f| <= 1/2, expm1 holds (e**r - 1 - r) / r**2 on |r| <= ln(2)/2, log holds
     (log(m) - 2 s) / s**3 in s**2 with s = (m - 1) / (m + 1) for 1/sqrt(2) <= m <= sqrt(2). Their
-    errors are 1, 0.1 and below 0.01 units in the last place.
+    errors are at most 0.1 units in the last place.
     """
 
     mantissa: int
@@ -440,11 +442,12 @@ _FORMATS = {
         ln2_hi=0.693359375,
         ln2_lo=-2.12194440e-4,
         exp2=(
-            0.693151307484536874,
-            0.240164487072857537,
-            0.0557998097190202943,
-            0.00901714743648473338,
-            0.00186708366024509941,
+            0.6931472028495415294,
+            0.2402264791458266147,
+            0.05550332478834952884,
+            0.009618437260951800683,
+            0.001339887211301415275,
+            0.0001535338550226672634,
         ),
         expm1=(
             0.500000006191551739,
@@ -468,16 +471,17 @@ _FORMATS = {
         ln2_hi=0.69314718036912381649,
         ln2_lo=1.90821492927058770002e-10,
         exp2=(
-            0.693147180559909147,
-            0.240226506960941881,
-            0.0555041086326436435,
-            0.00961812938410809819,
-            0.00133335445825980028,
-            0.000154039394621604036,
-            0.0000152448995693679151,
-            1.33107693647578887e-6,
-            9.46979686556538665e-8,
-            9.9350408802392929e-9,
+            0.6931471805599453258,
+            0.2402265069591013124,
+            0.05550410866482008415,
+            0.00961812910759412694,
+            0.001333355814677447008,
+            0.0001540353045710444698,
+            0.00001525273349323143044,
+            1.321543528576019463e-6,
+            1.017819953992926162e-7,
+            7.073782703314706358e-9,
+            4.434774879930105293e-10,
         ),
         expm1=(
             0.5,
@@ -522,16 +526,21 @@ def _power_of_two(n_plus_bias: _V, k: _Format) -> _V:
     return (n_plus_bias << k.mantissa).as_float()
 
 
+def _exp2_reduced(x: _V) -> tuple[_V, _V, _V]:
+    """Write 2**x as 2**f 2**n with |f| <= 1/2: (2**f, n as a float, the bits of n)."""
+    n, bits = _round_to_int(x)
+    f = x - n
+    return f.fma(f.poly(_format(x).exp2), f.const(1.0)), n, bits
+
+
 def _exp2_nonpositive(x: _V) -> _V:
     """2**x for x <= 0 or NaN, exactly 0 below the smallest normal number and 1 at 0.
 
-    The running softmax needs nothing more. Taking floor(x), not the nearest integer, leaves a
-    factor 1 <= 2**f < 2: whatever has a power of two other than 0 is a normal number.
+    The running softmax needs nothing more. What overflows on the way there is not selected.
     """
     k = _format(x)
-    x = x.const(-k.bias).cmp(">", x).where(-float(k.bias), x)  # NaN passes
-    n = x.call("floor")
-    return (x - n).poly((1.0, *k.exp2)) * _power_of_two((n + k.magic).bits(), k)
+    p, _, bits = _exp2_reduced(x)
+    return x.cmp("<", 1.0 - k.bias).where(0.0, p * _power_of_two(bits, k))
 
 
 def _scale(p: _V, n: _V, k: _Format) -> _V:
@@ -550,9 +559,8 @@ def _clamp(x: _V, lo: float, hi: float) -> _V:
 
 def _exp2(x: _V) -> _V:
     k = _format(x)
-    x = _clamp(x, -k.bias - 2.0, k.bias + 2.0)
-    n = x.call("floor")
-    return _scale((x - n).poly((1.0, *k.exp2)), n, k)
+    p, n, _ = _exp2_reduced(_clamp(x, -k.bias - 2.0, k.bias + 2.0))
+    return _scale(p, n, k)
 
 
 def _reduce_exp(x: _V) -> tuple[_V, _V]:
@@ -629,7 +637,7 @@ def _floor_divide(x: _V, y: _V) -> _V:
     The divisors 0 and -1 never reach the divide instruction, which would kill the process.
     """
     if x.is_float:
-        return (x / y).call("floor")
+        return _float_divmod(x, y)[0]
     b = x.b
     safe = (y.cmp("==", 0) | y.cmp("==", -1)).where(1, y)
     q = _V(b, b.sdiv(x.value, safe.value))
@@ -641,15 +649,29 @@ def _floor_divide(x: _V, y: _V) -> _V:
 
 def _remainder(x: _V, y: _V) -> _V:
     """Return the remainder with the divisor's sign, as Python's % does."""
-    b = x.b
     if x.is_float:
-        r = _V(b, b.frem(x.value, y.value))
-        other_sign = (r * y).cmp("<", 0.0)
-        r = other_sign.where(r + y, r)
-        return r.cmp("==", 0.0).where(r.const(0.0).call("copysign", y), r)
+        return _float_divmod(x, y)[1]
+    b = x.b
     safe = (y.cmp("==", 0) | y.cmp("==", -1)).where(1, y)
     r = _V(b, b.srem(x.value, safe.value))
     return (r.cmp("!=", 0) & (r ^ safe).cmp("<", 0)).where(r + safe, r)
+
+
+def _float_divmod(x: _V, y: _V) -> tuple[_V, _V]:
+    """Return x // y and x % y: the quotient is taken of what the exact remainder leaves.
+
+    The floor of a rounded x / y would be wrong: 1 // 0.1 is 9.
+    """
+    b, ratio = x.b, x / y
+    r = _V(b, b.frem(x.value, y.value))
+    q = (x - r) / y
+    other_sign = r.cmp("!=", 0.0) & (r.cmp("<", 0.0) ^ y.cmp("<", 0.0))
+    q, r = other_sign.where(q - 1.0, q), other_sign.where(r + y, r)
+    r = r.cmp("==", 0.0).where(r.const(0.0).call("copysign", y), r)
+    floor = q.call("floor")
+    floor = (q - floor).cmp(">", 0.5).where(floor + 1.0, floor)
+    floor = q.cmp("==", 0.0).where(q.const(0.0).call("copysign", ratio), floor)
+    return y.cmp("==", 0.0).where(ratio, floor), r
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1162,6 +1184,62 @@ def load_lanes(typingctx: Any, tile: Any, storage: Any, base: Any, offsets: Any)
         return _from_storage(b, x, name, to)
 
     return to(tile, storage, types.int64, types.int64), codegen
+
+
+def _type_gather(array: Any, index: Any) -> Lanes | None:
+    """Return the lanes of ``array[index]``; None where it is not a gather."""
+    if not isinstance(array, types.Array) or array.ndim != 1 or not isinstance(index, Lanes):
+        return None
+    if not isinstance(index.dtype, types.Integer):
+        return None
+    dtype = array.dtype
+    if isinstance(dtype, types.Boolean):
+        return index.of(types.boolean)
+    if isinstance(dtype, types.Float):
+        return index.of(index.real)
+    if isinstance(dtype, types.Integer):
+        return index.of(types.int32 if dtype.bitwidth + (not dtype.signed) <= 32 else types.int64)
+    return None
+
+
+@type_callable(operator.getitem)
+def _type_getitem(context: Any) -> Any:
+    return lambda array, index: _type_gather(array, index)
+
+
+@lower_builtin(operator.getitem, types.Array, Lanes)
+def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    """Read ``array[index]`` for every lane; nothing outside the array is ever read.
+
+    A negative index counts from the end, what is still outside takes the nearest element, and an
+    empty array gives 0.
+    """
+    to, dtype = sig.return_type, sig.args[0].dtype
+    array = context.make_array(sig.args[0])(context, b, args[0])
+    count, stride = (b.extract_value(x, 0) for x in (array.shape, array.strides))
+    i = _operand(context, b, args[1], sig.args[1], to.of(types.int64))
+    n, step = (_V(b, _broadcast(b, x, to.width)) for x in (count, stride))
+    i = _minimum(i.cmp("<", 0).where(i + n, i), n - 1)
+    offsets = (_maximum(i, i.const(0)) * step).value
+    nothing = cgutils.alloca_once_value(b, I64(0))
+    base = b.select(
+        b.icmp_signed(">", count, I64(0)),
+        b.ptrtoint(array.data, I64),
+        b.ptrtoint(nothing, I64),
+    )
+    integer = isinstance(dtype, types.Integer)
+    stored = ir.IntType(dtype.bitwidth) if integer else _STORAGE[str(dtype)]
+    x = ir.Constant(ir.VectorType(stored, to.width), ir.Undefined)
+    for lane in range(to.width):
+        at = b.add(base, b.extract_element(offsets, I32(lane)))
+        x = b.insert_element(x, _load(b, at, stored), I32(lane))
+    if isinstance(dtype, types.Float):
+        return _from_storage(b, x, str(dtype), to)
+    if not integer:
+        return _V(b, x).cmp("!=", 0).value
+    if dtype.bitwidth == to.dtype.bitwidth:
+        return x
+    return (b.sext if dtype.signed else b.zext)(x, to.llvm)
 
 
 @intrinsic(prefer_literal=True)

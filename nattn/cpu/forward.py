@@ -81,7 +81,7 @@ def forward_worker(tile, block):
     All loops are in this one function and the steps are leaves: LLVM optimises a function again
     in each of its callers, so that every level more would cost a second of compile time.
     """
-    nr, row = tile.NR, tile.lanes * tile.itemsize
+    nr, size, row = tile.NR, tile.itemsize, tile.lanes * tile.itemsize
 
     def worker(slot, args):
         a = view(ARGS, args)
@@ -90,8 +90,9 @@ def forward_worker(tile, block):
         context.table, context.temp = scratch + a.table, scratch + a.temp
         columns = (a.Dv + nr - 1) // nr * nr
         # Columns of the values that are read where they lie.
-        whole = a.Dv // nr * nr if a.v_d == tile.itemsize else 0
+        whole = a.Dv // nr * nr if a.v_d == size else 0
         scores, alpha = scratch + a.scores, scratch + a.alpha
+        keys, values = scratch + a.keys, scratch + a.values
         while True:
             task = take_ticket(a.control)
             if task >= read_int64(a.control + 8):
@@ -133,12 +134,16 @@ def forward_worker(tile, block):
                             continue
                         queries = scratch + a.queries + t * a.D * row
                         start = t_lo - (t_lo - n0) % nr
-                        for n in range(start, t_hi, nr):
-                            at, stride = k + n * a.k_n, a.k_n
-                            if n >= packed_from:
-                                stride = a.D * tile.itemsize
-                                at = scratch + a.keys + (n - packed_from) * stride
-                            dot_keys(tile, queries, a.D, at, stride, scores + (n - start) * row)
+                        groups = (t_hi - start + nr - 1) // nr
+                        direct = min(groups, max(0, (packed_from - start) // nr))
+                        dot_keys(
+                            tile, queries, a.D, k + start * a.k_n, a.k_n, direct, scores
+                        )
+                        first = start + direct * nr
+                        dot_keys(
+                            tile, queries, a.D, keys + (first - packed_from) * a.D * size,
+                            a.D * size, groups - direct, scores + direct * nr * row,
+                        )
 
                         # Keys before t_lo are seen by no lane: leave them out from here on.
                         p, rows = scores + (t_lo - start) * row, t_hi - t_lo
@@ -153,16 +158,20 @@ def forward_worker(tile, block):
                         running_softmax(tile, p, rows, row_max, row_sum, alpha, careful)
 
                         acc = scratch + a.acc + t * columns * row
-                        for d in range(0, columns, nr):
-                            at, stride = v + t_lo * a.v_n + d * tile.itemsize, a.v_n
-                            if d >= whole:
-                                stride = pitch * tile.itemsize
-                                at = scratch + a.values + (t_lo - begin) * stride
-                                at += (d - whole) * tile.itemsize
-                            if careful:
-                                add_visible_values(tile, p, rows, at, stride, alpha, acc + d * row)
-                            else:
-                                add_values(tile, p, rows, at, stride, alpha, acc + d * row)
+                        direct, at = whole // nr, v + t_lo * a.v_n
+                        packed = values + (t_lo - begin) * pitch * size
+                        if careful:
+                            add_visible_values(tile, p, rows, at, a.v_n, direct, alpha, acc)
+                            add_visible_values(
+                                tile, p, rows, packed, pitch * size, pitch // nr, alpha,
+                                acc + whole * row,
+                            )
+                        else:
+                            add_values(tile, p, rows, at, a.v_n, direct, alpha, acc)
+                            add_values(
+                                tile, p, rows, packed, pitch * size, pitch // nr, alpha,
+                                acc + whole * row,
+                            )
 
                 pending = 0
                 for t in range(n_tiles):

@@ -1,0 +1,76 @@
+"""pytest-benchmark: nattn, the reference, NumPy and the peers that are installed, side by side.
+
+Run it with ``python -m pytest bench``, a part of it with ``-k "causal and not jax"``; compare two
+states of the code with ``--benchmark-autosave`` and ``--benchmark-compare``. `python -m nattn
+bench` makes the README's table: there contestants take turns, which is the fairer comparison.
+
+The cases are those of the tests that every contestant can run, and sizes at which speed counts.
+Each contestant works in a process of its own; asking it takes about 0.1 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import cases
+import pytest
+
+from nattn.measure import PREPARE, Case, Contestant, Unsupported, processors
+
+LARGE = {
+    "N=512": Case(N=512),
+    "N=2048": Case(N=2048),
+    "N=2048, D=128": Case(N=2048, D=128),
+    "N=2048, causal": Case(N=2048, causal=True),
+    "N=2048, float64": Case(N=2048, dtype="float64"),
+    "N=2048, window": Case(N=2048, window=(256, 0)),
+    "N=2048, mask": Case(N=2048, mask="random"),
+}
+
+
+def convert(case: cases.Case) -> Case | None:
+    """Return a tested case in the form that peers understand, None if they cannot run it."""
+    plain = set(case.options) <= {"causal", "window_size"}
+    if not plain or case.Hkv not in (None, case.Hq) or case.Nk not in (None, case.Nq):
+        return None
+    window = case.options.get("window_size")
+    if window is not None and not all(side is not None and side >= 0 for side in window):
+        return None
+    causal = bool(case.options.get("causal", False))
+    return Case(case.B, case.Hq, case.Nq, case.D, case.Dv, causal=causal, window=window)
+
+
+SHARED = {case.name: made for case in cases.CASES if (made := convert(case)) is not None}
+assert len(SHARED) >= 4, "the tests' cases have changed: none is left to compare"
+
+
+@pytest.fixture(scope="session")
+def contestants() -> Iterator[dict[str, Contestant]]:
+    """Start each contestant once, when it is first asked for."""
+    with ExitStack() as stack:
+
+        class Started(dict[str, Contestant]):
+            def __missing__(self, name: str) -> Contestant:
+                self[name] = stack.enter_context(Contestant(name, processors()))
+                return self[name]
+
+        yield Started()
+
+
+@pytest.mark.parametrize("contestant", PREPARE)
+@pytest.mark.parametrize("name", [*SHARED, *LARGE])
+def test_forward(
+    name: str, contestant: str, contestants: dict[str, Contestant], benchmark: Any
+) -> None:
+    """Time one call; preparing it has compiled everything and checked the result."""
+    benchmark.group = name
+    case = (SHARED | LARGE)[name]
+    try:
+        contestants[contestant].prepare(case)
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    call = contestants[contestant].sample
+    benchmark.pedantic(call, kwargs={"at_least": 0.0}, rounds=7, warmup_rounds=1)
+    benchmark.extra_info["GFLOP/s"] = case.flops() / benchmark.stats.stats.median / 1e9

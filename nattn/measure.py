@@ -1,0 +1,735 @@
+"""Measure attention fairly: contestants take turns in one run, and figures are ratios within it.
+
+A machine's speed drifts by a factor of two while nobody looks, so absolute times say little. Here
+every contestant does one piece of work per round, and a figure is the median over the rounds of a
+ratio *within* a round: to another contestant, or to the processor's own peak, measured in turn.
+
+Each contestant runs in a process of its own (`Contestant`), because thread pools that spin while
+they wait slow down whoever comes next, and two OpenMP runtimes in one process fight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import api
+from .dtypes import default_scale
+from .problem import Problem
+
+Array = NDArray[Any]
+Sampler = Callable[[], float]
+Call = Callable[[], Any]
+
+
+class Unsupported(Exception):
+    """A contestant is not installed, or cannot do a case."""
+
+
+# What is measured
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call to be measured.
+
+    Attributes
+    ----------
+    B, H, N, D : int
+        Batch items, heads, queries and keys, head dimension.
+    Dv : int or None
+        Dimension of the values, `D` if None.
+    dtype : str
+        "float32" or "float64".
+    causal : bool
+        Hide the keys behind the query.
+    window : (left, right) or None
+        As ``window_size`` of `nattn.attention`.
+    mask : str or None
+        A dense boolean ``(N, N)`` mask: "random" hides half of the pairs, "sparse" every 16th
+        key of each row, in another place from row to row, "open" none.
+    form : str
+        How q, k and v lie in memory: "contiguous"; "packed" slices of one ``(B, N, 3, H, D)``
+        array; "reversed" keys and values; "strided" with every second element of a row;
+        "read-only"; "unaligned" by one byte. Only nattn is asked for other forms than the first.
+    """
+
+    B: int = 1
+    H: int = 8
+    N: int = 4096
+    D: int = 64
+    Dv: int | None = None
+    dtype: str = "float32"
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    mask: Literal["random", "sparse", "open"] | None = None
+    form: str = "contiguous"
+
+    @property
+    def width(self) -> int:
+        """The dimension of the values."""
+        return self.D if self.Dv is None else self.Dv
+
+    def visible(self) -> int:
+        """Count the scores that causal and window leave; a mask does not count.
+
+        Returns
+        -------
+        int
+            Over all batch items and heads.
+        """
+        zero = np.zeros((), self.dtype)
+        x = np.broadcast_to(zero, (1, 1, self.N, 1))  # sizes without data
+        problem = Problem.build(x, x, x, causal=self.causal, window_size=self.window)
+        lo, hi = problem.visible_range(0, np.arange(self.N))
+        return self.B * self.H * int(np.maximum(hi - lo, 0).sum())
+
+    def flops(self) -> int:
+        """Count the floating-point operations of both products over the visible scores.
+
+        Returns
+        -------
+        int
+            ``2 * visible * (D + Dv)``: softmax is not counted.
+        """
+        return 2 * self.visible() * (self.D + self.width)
+
+    def arrays(self, seed: int = 0) -> tuple[Array, Array, Array, dict[str, Any]]:
+        """Make q, k, v and the options of `nattn.attention`.
+
+        Parameters
+        ----------
+        seed : int, default 0
+            Of the random numbers.
+
+        Returns
+        -------
+        q, k, v : ndarray
+            ``(B, H, N, D)``, v ``(B, H, N, Dv)``, standard normal.
+        options : dict
+            Keyword arguments.
+        """
+        rng = np.random.default_rng(seed)
+        widths = (self.D, self.D, self.width)
+        if self.form == "packed":
+            packed = rng.standard_normal((self.B, self.N, 3, self.H, max(widths)))
+            every = packed.astype(self.dtype).transpose(2, 0, 3, 1, 4)
+            q, k, v = (x[..., :w] for x, w in zip(every, widths, strict=True))
+        else:
+            q, k, v = (
+                _in_form(rng.standard_normal((self.B, self.H, self.N, w)).astype(self.dtype), self)
+                for w in widths
+            )
+        options: dict[str, Any] = {}
+        if self.causal:
+            options["causal"] = True
+        if self.window is not None:
+            options["window_size"] = self.window
+        if self.mask is not None:
+            options["mask"] = self._mask(rng)
+        return q, k, v, options
+
+    def _mask(self, rng: np.random.Generator) -> Array:
+        if self.mask == "random":
+            return rng.random((self.N, self.N), np.float32) < 0.5
+        i, j = np.arange(self.N)[:, None], np.arange(self.N)
+        hidden = (i + j) % 16 == 0
+        return ~hidden if self.mask == "sparse" else np.ones_like(hidden)
+
+
+def _in_form(x: Array, case: Case) -> Array:
+    if case.form == "contiguous":
+        return x
+    if case.form == "reversed":
+        return x[:, :, ::-1]
+    if case.form == "strided":
+        wide = np.empty((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if case.form == "read-only":
+        x.flags.writeable = False
+        return x
+    if case.form == "unaligned":
+        shifted = np.empty(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+        shifted[...] = x
+        return shifted
+    raise ValueError(f"form: expected a known one, got {case.form!r}")
+
+
+# Taking turns
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One figure of each contestant in each round.
+
+    Attributes
+    ----------
+    values : mapping of str to tuple of float
+        Name to figures, round by round: seconds, or a rate.
+    """
+
+    values: Mapping[str, tuple[float, ...]]
+
+    def median(self, name: str) -> float:
+        """Return the median figure of a contestant."""
+        return statistics.median(self.values[name])
+
+    def ratio(self, above: str, below: str) -> float:
+        """Return the median over the rounds of ``above / below``, each pair from one round."""
+        pairs = zip(self.values[above], self.values[below], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    def product(self, one: str, other: str) -> float:
+        """Return the median over the rounds of ``one * other``, each pair from one round."""
+        pairs = zip(self.values[one], self.values[other], strict=True)
+        return statistics.median(a * b for a, b in pairs)
+
+
+def interleave(
+    samplers: Mapping[str, Sampler],
+    rounds: int = 7,
+    warmup: int = 1,
+    pause: float = 0.005,
+    progress: Callable[[float], object] | None = None,
+) -> Samples:
+    """Let contestants take turns, each once a round, in an order that rotates.
+
+    Parameters
+    ----------
+    samplers : mapping of str to callable
+        Each call does a piece of work and returns its figure, for example `timed`'s seconds.
+    rounds : int, default 7
+        Rounds that count.
+    warmup : int, default 1
+        Rounds before them, thrown away.
+    pause : float, default 0.005
+        Seconds between two turns, for the last one's threads to stop spinning.
+    progress : callable, optional
+        Called with the fraction of the turns that are done.
+
+    Returns
+    -------
+    Samples
+        A figure of each contestant in each round that counts.
+
+    Raises
+    ------
+    ValueError
+        If there is no round to count.
+
+    Examples
+    --------
+    >>> from nattn.measure import interleave, timed
+    >>> calls = {"list": lambda: sum([1] * 1000), "range": lambda: sum(range(1000))}
+    >>> samples = interleave({k: timed(f, 1e-4) for k, f in calls.items()}, rounds=3)
+    >>> samples.ratio("range", "list") > 0
+    True
+    """
+    if rounds < 1 or warmup < 0:
+        raise ValueError(f"rounds, warmup: expected 1 or more and 0 or more, got {rounds, warmup}")
+    names = list(samplers)
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(warmup + rounds):
+        first = turn % len(names) if names else 0
+        for place, name in enumerate(names[first:] + names[:first]):
+            time.sleep(pause)
+            value = samplers[name]()
+            if turn >= warmup:
+                values[name].append(value)
+            if progress is not None:
+                progress((turn + (place + 1) / len(names)) / (warmup + rounds))
+    return Samples({name: tuple(x) for name, x in values.items()})
+
+
+def timed(call: Call, at_least: float = 0.05) -> Sampler:
+    """Make a sampler that returns the seconds one call takes.
+
+    Parameters
+    ----------
+    call : callable
+        The work.
+    at_least : float, default 0.05
+        Repeat a short call until so many seconds have gone by, and return the mean.
+
+    Returns
+    -------
+    callable
+        Takes nothing, returns seconds per call.
+    """
+
+    def sample() -> float:
+        n = 0
+        start = time.perf_counter()
+        while True:
+            call()
+            n += 1
+            elapsed = time.perf_counter() - start
+            if elapsed >= at_least:
+                return elapsed / n
+
+    return sample
+
+
+# Memory
+
+
+class PeakMemory:
+    """How far the process's resident memory rises while a block runs.
+
+    On Linux the kernel's high-water mark is reset at the start of the block and read at its end.
+    Elsewhere the mark cannot be reset, and what an earlier peak has covered is not seen.
+
+    Attributes
+    ----------
+    bytes : int
+        Peak of the block less what was resident at its start, 0 until the block ends.
+    method : str
+        How it was measured, for people; says so where it could not be.
+
+    Examples
+    --------
+    >>> from nattn.measure import PeakMemory
+    >>> with PeakMemory() as memory:
+    ...     block = bytearray(32 << 20)
+    >>> memory.bytes >= 0
+    True
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.method = "not measured on this system"
+        self._start = 0
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        _give_back_free_memory()
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+            self._start = _proc_status("VmRSS")
+            self.method = "peak resident set"
+        except OSError:
+            if (peak := _peak_resident()) is not None:
+                self._start = peak
+                self.method = "growth of the process's highest resident set"
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.method == "peak resident set":
+            self.bytes = max(0, _proc_status("VmHWM") - self._start)
+        elif (peak := _peak_resident()) is not None:
+            self.bytes = peak - self._start
+
+
+def _give_back_free_memory() -> None:
+    """Let glibc return what is free: reused, it would be resident already and not be seen."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _proc_status(key: str) -> int:
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    raise OSError(f"no {key} in /proc/self/status")
+
+
+def _peak_resident() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# The contestants: each prepares a case and returns a call that computes it
+
+
+def _nattn(case: Case, threads: int) -> Call:
+    q, k, v, options = case.arrays()
+    return lambda: api.attention(q, k, v, backend="cpu", **options)
+
+
+def _reference(case: Case, threads: int) -> Call:
+    q, k, v, options = case.arrays()
+    return lambda: api.attention(q, k, v, backend="reference", **options)
+
+
+def _numpy(case: Case, threads: int) -> Call:
+    size = np.dtype(case.dtype).itemsize * case.B * case.H * case.N**2
+    if size > 2 << 30:
+        raise Unsupported(f"the dense matrix would need {size / 2**30:.0f} GiB")
+    q, k, v, options = case.arrays()
+    scale = q.dtype.type(default_scale(case.D))
+    hidden = _hidden(case, options)
+
+    def call() -> Array:
+        s = (q * scale) @ k.swapaxes(-1, -2)
+        if hidden is not None:
+            np.copyto(s, -np.inf, where=hidden)
+        s -= s.max(axis=-1, keepdims=True)
+        np.exp(s, out=s)
+        s /= s.sum(axis=-1, keepdims=True)
+        out: Array = s @ v
+        return out
+
+    return call
+
+
+def _torch(case: Case, threads: int) -> Call:
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    q, k, v, options = case.arrays()
+    tq, tk, tv = (torch.from_numpy(x) for x in (q, k, v))
+    only_causal = case.causal and case.window is None and case.mask is None
+    hidden = None if only_causal else _hidden(case, options)
+    mask = None if hidden is None else torch.from_numpy(~hidden)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attend(tq, tk, tv, attn_mask=mask, is_causal=only_causal).numpy()
+
+
+def _openvino(case: Case, threads: int) -> Call:
+    import openvino
+    from openvino import opset13 as ops
+
+    if case.dtype != "float32":
+        raise Unsupported("float32 only")
+    q, k, v, options = case.arrays()
+    inputs = [q, k, v]
+    nodes = [ops.parameter(list(x.shape), np.float32) for x in inputs]
+    only_causal = case.causal and case.window is None and case.mask is None
+    hidden = None if only_causal else _hidden(case, options)
+    if hidden is not None:
+        inputs.append(~hidden[None, None])
+        nodes.append(ops.parameter([1, 1, *hidden.shape], bool))
+    node = ops.scaled_dot_product_attention(*nodes, causal=only_causal)
+    compiled = openvino.Core().compile_model(
+        openvino.Model([node], nodes, "attention"),
+        "CPU",
+        {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads},
+    )
+    request = compiled.create_infer_request()
+    for i, x in enumerate(inputs):
+        request.set_input_tensor(i, openvino.Tensor(x))
+
+    def call() -> Array:
+        request.infer()
+        result: Array = request.get_output_tensor(0).data
+        return result
+
+    return call
+
+
+def _onnxruntime(case: Case, threads: int) -> Call:
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    if case.dtype != "float32":
+        raise Unsupported("float32 only")
+    if case.window is not None or case.mask is not None:
+        raise Unsupported("no boolean mask for each pair")
+    # its own fused operator, in the layout that it asks for: (B, N, H * D)
+    flat = [
+        np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(case.B, case.N, -1)
+        for x in case.arrays()[:3]
+    ]
+    names = ["query", "key", "value"]
+    node = helper.make_node(
+        "MultiHeadAttention",
+        names,
+        ["output"],
+        domain="com.microsoft",
+        num_heads=case.H,
+        unidirectional=int(case.causal),
+    )
+    kind = TensorProto.FLOAT
+    graph = helper.make_graph(
+        [node],
+        "attention",
+        [helper.make_tensor_value_info(n, kind, x.shape) for n, x in zip(names, flat, strict=True)],
+        [helper.make_tensor_value_info("output", kind, flat[2].shape)],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    feed = dict(zip(names, flat, strict=True))
+
+    def call() -> Array:
+        out: Array = session.run(None, feed)[0]
+        return out.reshape(case.B, case.N, case.H, -1).transpose(0, 2, 1, 3)
+
+    return call
+
+
+def _jax(case: Case, threads: int) -> Call:
+    if hasattr(os, "sched_setaffinity"):  # it takes as many threads as it sees processors
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    jax.config.update("jax_enable_x64", case.dtype == "float64")
+    *qkv, options = case.arrays()
+    q, k, v = (jax.numpy.asarray(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in qkv)
+    if case.width != case.D:
+        raise Unsupported("values of another width")
+    mask = options.get("mask")
+    if mask is not None:
+        mask = jax.numpy.asarray(mask)[None, None]
+    attend = jax.jit(
+        lambda q, k, v, mask: jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=case.causal, local_window_size=case.window
+        )
+    )
+    return lambda: np.asarray(attend(q, k, v, mask)).transpose(0, 2, 1, 3)
+
+
+def _hidden(case: Case, options: Mapping[str, Any]) -> Array | None:
+    """Return causal, window and mask as one dense ``(N, N)`` array of the hidden pairs."""
+    hidden = None
+    if case.causal or case.window is not None:
+        i, j = np.arange(case.N)[:, None], np.arange(case.N)
+        hidden = np.zeros((case.N, case.N), bool)
+        if case.causal:
+            hidden |= j > i
+        if case.window is not None:
+            hidden |= (j < i - case.window[0]) | (j > i + case.window[1])
+    if "mask" in options:
+        hidden = ~options["mask"] if hidden is None else hidden | ~options["mask"]
+    return hidden
+
+
+PREPARE: dict[str, Callable[[Case, int], Call]] = {
+    "nattn": _nattn,
+    "reference": _reference,
+    "torch": _torch,
+    "openvino": _openvino,
+    "onnxruntime": _onnxruntime,
+    "jax": _jax,
+    "numpy": _numpy,
+}
+"""Each contestant's way to prepare a case."""
+
+
+def prepare(name: str, case: Case, threads: int) -> Call:
+    """Prepare a case for a contestant in this process, and check what it computes.
+
+    Parameters
+    ----------
+    name : str
+        A key of `PREPARE`.
+    case : Case
+        What to compute.
+    threads : int
+        Threads that it may use. Most libraries want to be told before they are imported:
+        `Contestant` does.
+
+    Returns
+    -------
+    callable
+        Takes nothing, computes the case and returns the output, ``(B, H, N, Dv)``.
+
+    Raises
+    ------
+    Unsupported
+        If it is not installed or cannot do the case.
+    ArithmeticError
+        If its result is wrong: a time would mean nothing.
+    """
+    try:
+        call = PREPARE[name](case, threads)
+    except ImportError as missing:
+        raise Unsupported(f"not installed ({missing.name or missing})") from None
+    out = call()
+    error, allowed = _error(case, out)
+    if not error <= allowed:
+        raise ArithmeticError(f"wrong by {error:.2g}, more than the {allowed:.2g} allowed")
+    return call
+
+
+def _error(case: Case, out: Array) -> tuple[float, float]:
+    """Compare sampled rows of a result with the reference."""
+    q, k, v, options = case.arrays()
+    mask = options.pop("mask", None)
+    error = 0.0
+    for row in {0, case.N // 3, case.N - 1}:
+        want = api.attention(
+            q[:1, -1:, row : row + 1],
+            k[:1, -1:],
+            v[:1, -1:],
+            q_offset=row,
+            mask=None if mask is None else mask[row],
+            backend="reference",
+            **options,
+        )
+        # np.max, unlike max, keeps a NaN
+        error = float(np.max([error, np.abs(out[0, -1, row] - want[0, 0, 0]).max(initial=0.0)]))
+    # Peers promise no budget of ours: this only tells what computes something else
+    return error, 1e-3 if case.dtype == "float32" else 1e-9
+
+
+# Each in a process of its own
+
+
+class Contestant:
+    """A contestant in a process of its own, asked over a pipe.
+
+    Parameters
+    ----------
+    name : str
+        A key of `PREPARE`.
+    threads : int
+        Threads that it may use.
+    environment : mapping of str to str, optional
+        Environment variables of its process.
+
+    Notes
+    -----
+    Use it as a context manager: the process ends with the block. A case that it cannot do raises
+    `Unsupported`; a process that dies raises RuntimeError.
+    """
+
+    def __init__(
+        self, name: str, threads: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        threading = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, name, threads), daemon=True)
+        with _environment(threading | dict(environment or {})):
+            self._process.start()
+        theirs.close()
+
+    def prepare(self, case: Case) -> None:
+        """Make a case ready and check what is computed; forget the case before."""
+        self._ask("prepare", case)
+
+    def sample(self, at_least: float = 0.05) -> float:
+        """Return the seconds one call takes, repeating for `at_least` seconds."""
+        return float(self._ask("sample", at_least))
+
+    def extra_memory(self) -> int:
+        """Return the bytes by which one call's memory peak exceeds inputs and output."""
+        return int(self._ask("memory", None))
+
+    def peak(self, dtype: str = "float32") -> float:
+        """Return the processor's FMA peak for its threads and instruction set, in GFLOP/s."""
+        return float(self._ask("peak", dtype))
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.terminate()
+        self._process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _ask(self, what: str, argument: Any) -> Any:
+        try:
+            self._pipe.send((what, argument))
+            reply = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(1)
+            raise RuntimeError(
+                f"{self.name}: its process ended with code {self._process.exitcode}"
+            ) from None
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+_THREAD_VARIABLES = (
+    "MKL_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that a block starts."""
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _serve(pipe: Connection, name: str, threads: int) -> None:
+    """Answer requests until the pipe closes; an exception is an answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    call: Call = _nothing_prepared
+    while True:
+        try:
+            what, argument = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if what == "prepare":
+                call = _nothing_prepared  # frees the last case before the next is made
+                call = prepare(name, argument, threads)
+                reply: Any = None
+            elif what == "sample":
+                reply = timed(call, argument)()
+            elif what == "memory":
+                reply = _extra_memory(call)
+            else:
+                from . import cpu
+
+                reply = cpu.fma_peak(argument, threads)
+        except (Unsupported, ArithmeticError) as error:
+            reply = error
+        except Exception as error:  # of any library, whose own type may not travel
+            reply = RuntimeError(f"{name}: {type(error).__name__}: {error}")
+        pipe.send(reply)
+
+
+def _nothing_prepared() -> Any:
+    raise RuntimeError("no case is prepared")
+
+
+def _extra_memory(call: Call) -> int:
+    with PeakMemory() as memory:
+        out = call()
+    return max(0, memory.bytes - int(out.nbytes))
+
+
+def processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,206 @@
+"""nattn.bench: figures, their tables and files. How fast it is, is no test's business."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import PIL.Image
+import pytest
+
+from nattn import bench
+from nattn.bench import Against, BenchError, Curve, Latency, Memory, Plan, Result, Speed
+from nattn.measure import PREPARE, Case
+
+ABOUT = {"processor": "Example 9000", "threads": "2"}
+
+RESULTS = [
+    Result(
+        "N=4096 D=64",
+        {"GFLOP/s": 203.4, "% of peak": 88.2, "x torch": 1.523},
+        {"% of peak": 85, "x torch": 1.35},
+        ("jax: not installed (jax)",),
+        {"nattn": [0.1, 0.2]},
+    ),
+    Result("N=512 D=64", {"GFLOP/s": 170.0, "% of peak": 74.0}, notes=("numpy: too large",)),
+    Result("memory", {"MiB": 1.25}, {"MiB": 32}),
+    Result("tiny", {"seconds": 41.4e-6}, {"seconds": 60e-6}),
+    Result("first", {"seconds": 4.5}, {"seconds": 6.0}),
+]
+
+FILE = f"before\n\n{bench.BEGIN}\nold table\n{bench.END}\n\nafter\n"
+
+
+def test_rows_have_names_of_their_own() -> None:
+    names = [row.name for row in bench.ROWS]
+    assert len(set(names)) == len(names)
+    assert set(bench.QUICK) <= set(names)
+    peers = {peer for row in bench.ROWS if isinstance(row, Speed) for peer in row.peers}
+    assert peers <= set(PREPARE)
+
+
+def test_select() -> None:
+    assert bench.select(None) == list(bench.ROWS)
+    assert [row.name for row in bench.select(["tiny", "d64"])] == ["tiny", "d64"]
+    with pytest.raises(BenchError, match=r"rows: no d65, x; known are d64, "):
+        bench.select(["d65", "d64", "x"])
+
+
+def test_a_table_for_a_terminal() -> None:
+    lines = bench.table(RESULTS).splitlines()
+    assert lines[0].split("  ")[0] == "speed (asked for)"
+    assert lines[0].split()[-2:] == ["x", "torch"]
+    assert lines[1].split() == ["N=4096", "D=64", "203", "88%", "(85%)", "1.52", "(1.35)"]
+    assert lines[2].split() == ["N=512", "D=64", "170", "74%", "-"]
+    assert lines[3] == ""
+    assert [line.split()[1:] for line in lines[5:]] == [
+        ["1.2", "MiB", "(32.0", "MiB)"],
+        ["41", "µs", "(60", "µs)"],
+        ["4.50", "s", "(6.00", "s)"],
+    ]
+
+
+def test_a_table_for_markdown() -> None:
+    first, second = bench.table(RESULTS, markdown=True).split("\n\n")
+    for text in (first, second):
+        rows = [line.strip("|").split("|") for line in text.splitlines()]
+        assert len({len(row) for row in rows}) == 1
+        assert set(rows[1][0].strip()) == {"-"}
+        assert rows[1][1].strip().endswith("-:")
+
+
+def test_notes_come_once() -> None:
+    assert bench.notes([*RESULTS, RESULTS[0]]) == [
+        "jax: not installed (jax)",
+        "numpy: too large [N=512 D=64]",
+    ]
+
+
+def test_the_table_goes_between_the_markers_again_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(FILE, encoding="utf-8")
+    for _ in range(2):
+        bench.write_markdown(path, RESULTS, ABOUT)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n\n{bench.BEGIN}\n")
+    assert text.endswith(f"{bench.END}\n\nafter\n")
+    assert "old table" not in text
+    assert text.count(bench.table(RESULTS, markdown=True)) == 1
+    assert "processor Example 9000, threads 2" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["", bench.BEGIN, f"{bench.END}{bench.BEGIN}", f"{FILE}{FILE}", None]
+)
+def test_a_file_without_markers_is_left_alone(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "x.md"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(BenchError, match="markdown: "):
+        bench.write_markdown(path, RESULTS, ABOUT)
+    assert not path.exists() if text is None else path.read_text(encoding="utf-8") == text
+
+
+def test_json(tmp_path: Path) -> None:
+    bench.write_json(tmp_path / "x.json", RESULTS, ABOUT)
+    read = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert read["machine"] == ABOUT
+    assert read["results"][0]["samples"] == {"nattn": [0.1, 0.2]}
+    with pytest.raises(BenchError, match="json: cannot write"):
+        bench.write_json(tmp_path, RESULTS, ABOUT)
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    found = [Curve("nattn", [512, 1024], [1e-3, 4e-3], [0.0, 0.0]), Curve("numpy", [512], [2], [3])]
+    bench.plot(tmp_path / "x.png", found)
+    with PIL.Image.open(tmp_path / "x.png") as picture:
+        assert picture.format == "PNG"
+    with pytest.raises(BenchError, match="plot: cannot write"):
+        bench.plot(tmp_path, found)
+
+
+def test_a_plot_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.check_plot(tmp_path / "x.png")
+    with pytest.raises(BenchError, match="plot: no folder"):
+        bench.check_plot(tmp_path / "no" / "x.png")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BenchError, match=r"pip install 'nattn\[demo\]'"):
+        bench.check_plot(tmp_path / "x.png")
+
+
+SMALL = Case(H=2, N=64, D=16)
+PLAN = Plan(threads=1, rounds=2, peers=("numpy",))
+
+
+def test_every_kind_of_row_is_measured() -> None:
+    told: list[Result] = []
+    rows: list[bench.Row] = [
+        Speed("a", "speed", SMALL, 85, {"numpy": 2.0}),
+        Speed("b", "no such matrix", Case(H=1, N=24_000, D=4, window=(1, 0)), peers=("numpy",)),
+        Against("c", "forms", Case(H=2, N=64, D=16, form="packed"), SMALL, 0.85),
+        Memory("d", "memory", SMALL, 32),
+        Latency("e", "latency", "print(0.25)", 1.0),
+        Latency(
+            "f", "cold", "import os; print(len(os.environ['NATTN_CACHE_DIR']))", 1.0, cold=True
+        ),
+    ]
+    results = bench.run(rows, PLAN, told.append)
+    assert told == results
+    speed, alone, forms, memory, latency, cold = results
+    assert set(speed.figures) == {"GFLOP/s", "% of peak", "x numpy"}
+    assert all(value > 0 for value in speed.figures.values())
+    assert speed.asked == {"% of peak": 85, "x numpy": 2.0}
+    assert set(speed.samples) == {"nattn", "peak", "numpy"}
+    assert {len(values) for values in speed.samples.values()} == {2}
+    assert set(alone.figures) == {"GFLOP/s", "% of peak"}
+    assert alone.notes == ("numpy: the dense matrix would need 2 GiB",)
+    assert 0.01 < forms.figures["ratio"] < 100
+    assert 0 <= memory.figures["MiB"] < 32
+    assert latency.figures == {"seconds": 0.25}
+    assert cold.figures["seconds"] > 0
+
+
+def test_a_figure_is_work_over_time_over_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed:
+        seconds = 0.002
+
+        def prepare(self, case: Case) -> None:
+            pass
+
+        def sample(self) -> float:
+            return self.seconds
+
+        def peak(self, dtype: str) -> float:
+            return 100.0
+
+    class Slow(Fixed):
+        seconds = 0.005
+
+    fixed = {"nattn": Fixed(), "numpy": Slow()}
+    monkeypatch.setattr(bench.Field, "get", lambda self, name, *args, **kwargs: fixed[name])
+    (result,) = bench.run([Speed("a", "speed", Case(H=1, N=1000, D=25))], PLAN)
+    assert result.figures == pytest.approx({"GFLOP/s": 50.0, "% of peak": 50.0, "x numpy": 2.5})
+
+
+def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
+    rows: list[bench.Row] = [
+        Latency("a", "broken", "1 / 0", 1.0),
+        Memory("b", "wrong form", Case(form="no such form"), 1.0),
+        Latency("c", "sound", "print(1)", 1.0),
+    ]
+    broken, wrong, sound = bench.run(rows, PLAN)
+    assert broken.figures == wrong.figures == {}
+    assert "ZeroDivisionError" in broken.notes[0]
+    assert "no such form" in wrong.notes[0]
+    assert sound.figures == {"seconds": 1.0}
+    assert bench.table([broken, wrong, sound]).count("\n") == 1
+    assert len(bench.notes([broken, wrong, sound])) == 2
+
+
+def test_curves() -> None:
+    nattn, numpy = bench.curves(PLAN, [256, 1024])
+    assert (nattn.name, numpy.name) == ("nattn", "numpy")
+    for curve in (nattn, numpy):
+        assert curve.n == [256, 1024]
+        assert all(s > 0 for s in curve.seconds)
+    assert numpy.mib[1] > 3.5 > nattn.mib[1]  # the dense matrix has 4 MiB
