@@ -390,22 +390,25 @@ class _V:
     def poly(self, coefficients: tuple[float, ...]) -> _V:
         """Evaluate ``c[0] + c[1] x + ...``.
 
-        Short polynomials by Horner's rule; long ones in pairs (Estrin's scheme), where the chain
-        of dependent operations is as long as the logarithm of the degree. Both were measured.
+        Short polynomials by Horner's rule; long ones in pieces of four terms, which do not wait
+        for each other. Measured: more pieces cost more multiplications than they save in time.
         """
-        if len(coefficients) <= 6:
-            p = self.const(coefficients[-1])
-            for c in reversed(coefficients[:-1]):
+        pieces = [coefficients]
+        if len(coefficients) > 6:
+            pieces = [coefficients[n : n + 4] for n in range(0, len(coefficients), 4)]
+        values = []
+        for piece in pieces:
+            p = self.const(piece[-1])
+            for c in reversed(piece[:-1]):
                 p = p.fma(self, c)
-            return p
-        power, terms = self, [self.const(c) for c in coefficients]
-        while len(terms) > 1:
-            odd = terms[1::2]
-            terms = [
-                high.fma(power, low) for low, high in zip(terms[::2], odd, strict=False)
-            ] + terms[2 * len(odd) :]
-            power = power * power
-        return terms[0]
+            values.append(p)
+        if len(values) > 1:
+            square = self * self
+            fourth = square * square
+            while len(values) > 1:
+                high, low = values.pop(), values.pop()
+                values.append(high.fma(fourth, low))
+        return values[0]
 
 
 @dataclass(frozen=True)
@@ -415,7 +418,8 @@ class _Format:
     Polynomials are minimax fits (Remez exchange, relative error): exp2 holds (2**f - 1) / f on
     |f| <= 1/2, expm1 holds (e**r - 1 - r) / r**2 on |r| <= ln(2)/2, log holds
     (log(m) - 2 s) / s**3 in s**2 with s = (m - 1) / (m + 1) for 1/sqrt(2) <= m <= sqrt(2). Their
-    errors are at most 0.1 units in the last place.
+    errors are at most 0.1 units in the last place. fast_exp2 is like exp2, on 0 <= f <= 1 and of a
+    lower degree, with the least absolute error of 2**f: 1 and 1.4 units.
     """
 
     mantissa: int
@@ -424,6 +428,7 @@ class _Format:
     ln2_hi: float  # ln 2 with enough low bits zero that n * ln2_hi is exact
     ln2_lo: float
     exp2: tuple[float, ...]
+    fast_exp2: tuple[float, ...]
     expm1: tuple[float, ...]
     log: tuple[float, ...]
     tanh_one: float  # 2 |x| from which tanh rounds to 1
@@ -448,6 +453,13 @@ _FORMATS = {
             0.009618437260951800683,
             0.001339887211301415275,
             0.0001535338550226672634,
+        ),
+        fast_exp2=(
+            0.6931524666024186883,
+            0.2401528465828159484,
+            0.05583582286719485186,
+            0.008973492093952894208,
+            0.001885253799630546739,
         ),
         expm1=(
             0.500000006191551739,
@@ -482,6 +494,18 @@ _FORMATS = {
             1.017819953992926162e-7,
             7.073782703314706358e-9,
             4.434774879930105293e-10,
+        ),
+        fast_exp2=(
+            0.693147180559896917,
+            0.2402265069614444358,
+            0.05550410862556106865,
+            0.009618129432894054307,
+            0.001333354268628335434,
+            0.0001540398388999080479,
+            0.00001524425942627046024,
+            1.331631898299861894e-6,
+            9.443244685513519693e-8,
+            9.988903537544724458e-9,
         ),
         expm1=(
             0.5,
@@ -536,11 +560,17 @@ def _exp2_reduced(x: _V) -> tuple[_V, _V, _V]:
 def _exp2_nonpositive(x: _V) -> _V:
     """2**x for x <= 0 or NaN, exactly 0 below the smallest normal number and 1 at 0.
 
-    The running softmax needs nothing more. What overflows on the way there is not selected.
+    The running softmax spends most of its time here, so this is not `_exp2`: a shorter polynomial
+    (relative error at most 2 eps), and floor(x) in place of the nearest integer. That leaves a
+    factor 1 <= 2**f <= 2, so whatever has a power of two other than 0 is a normal number and
+    nothing needs a select.
     """
     k = _format(x)
-    p, _, bits = _exp2_reduced(x)
-    return x.cmp("<", 1.0 - k.bias).where(0.0, p * _power_of_two(bits, k))
+    x = x.const(-k.bias).cmp(">", x).where(-float(k.bias), x)  # one instruction; NaN passes
+    n = x.call("floor")
+    f = x - n
+    p = f.fma(f.poly(k.fast_exp2), f.const(1.0))
+    return p * _power_of_two((n + k.magic).bits(), k)
 
 
 def _scale(p: _V, n: _V, k: _Format) -> _V:
@@ -728,7 +758,7 @@ def _broadcast(b: Any, x: Any, width: int) -> Any:
     return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, width), [0] * width))
 
 
-Typer = Callable[..., "Lanes | None"]
+Typer = Callable[..., Any]  # Lanes, or None
 
 
 def _define(fn: Any, meet: Typer, result: Typer, emit: Callable[..., _V], arity: int) -> None:
@@ -794,6 +824,7 @@ def _truth(*args: Any) -> Lanes | None:
     return None if to is None else to.of(types.boolean)
 
 
+_op: Any
 for _op, _emit, _meet in (
     (operator.add, operator.add, _numeric),
     (operator.sub, operator.sub, _numeric),
@@ -874,6 +905,8 @@ for _x in (Lanes, types.Number, types.Boolean):
 def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z on lanes, fused where the processor can; scalars are broadcast."""
     to = _real(x, y, z)
+    if to is None:
+        return None
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         v = [_operand(context, b, a, t, to) for a, t in zip(args, sig.args, strict=True)]
@@ -886,7 +919,8 @@ def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
 def exp2_nonpositive(typingctx: Any, x: Any) -> Any:
     """Return 2**x for lanes that are <= 0 or NaN: the exponential of a running softmax.
 
-    At most 2 ulp; exactly 1 at 0 and exactly 0 where 2**x is below the smallest normal number.
+    The relative error is at most 2 eps; exactly 1 at 0, and exactly 0 where 2**x is below the
+    smallest normal number.
     """
     return x(x), lambda context, b, sig, args: _exp2_nonpositive(_V(b, args[0])).value
 
@@ -1021,17 +1055,28 @@ def outer_fma(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) 
 
 
 @intrinsic
-def store_tile(typingctx: Any, tile: Any, acc: Any, address: Any) -> Any:
-    """Write the register tile row by row: NR rows of MV vectors, without a gap."""
-    mv, nr = tile.tile.MV, tile.tile.NR
+def store_tile(typingctx: Any, tile: Any, acc: Any, address: Any, top: Any) -> Any:
+    """Write the register tile row by row: NR rows of MV vectors, without a gap.
+
+    The MV vectors at address `top` become the maximum of themselves and the rows (a NaN is
+    passed over): while the tile is in registers and waits to be written, that costs nothing.
+    """
+    mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        size = tile.tile.itemsize * tile.real.width
+        size = tile.tile.itemsize * to.width
         for n in range(mv * nr):
             _store(b, b.add(args[2], I64(n * size)), b.extract_value(args[1], n))
+        for i in range(mv):
+            at = b.add(args[3], I64(i * size))
+            largest = _V(b, _load(b, at, to.llvm))
+            for j in range(nr):
+                x = _V(b, b.extract_value(args[1], j * mv + i))
+                largest = x.cmp(">", largest).where(x, largest)
+            _store(b, at, largest.value)
         return context.get_dummy_value()
 
-    return types.void(tile, acc, types.int64), codegen
+    return types.void(tile, acc, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -1273,6 +1318,22 @@ def scatter_transposed(
         return context.get_dummy_value()
 
     return types.void(tile, *[types.int64] * 5), codegen
+
+
+@intrinsic
+def store_panels(typingctx: Any, tile: Any, address: Any, x: Any, panel: Any) -> Any:
+    """Write a vector in pieces of at most NR elements, `panel` bytes from piece to piece."""
+    width = tile.real.width
+    piece = min(tile.tile.NR, width)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        for n in range(width // piece):
+            lanes = ir.Constant(ir.VectorType(I32, piece), list(range(n * piece, (n + 1) * piece)))
+            part = b.shuffle_vector(args[2], args[2], lanes)
+            _store(b, b.add(args[1], b.mul(args[3], I64(n))), part)
+        return context.get_dummy_value()
+
+    return types.void(tile, types.int64, x, types.int64), codegen
 
 
 def _integer_access(name: str, ty: Any, numba_type: Any) -> Any:

@@ -30,6 +30,7 @@ from ..lanes import (
     scatter_transposed,
     splat,
     store,
+    store_panels,
     take_ticket,
     view,
     write,
@@ -37,7 +38,7 @@ from ..lanes import (
     write_int64,
 )
 from .jit import device, kernel
-from .micro import add_values, add_visible_values, dot_keys
+from .micro import add_values, dot_keys
 from .score import CONTEXT, apply, lane_offsets
 from .softmax import running_softmax
 from .tiles import AREAS, STATE_BYTES
@@ -89,9 +90,7 @@ def forward_worker(tile, block):
         context = view(CONTEXT, scratch + a.context)
         context.table, context.temp = scratch + a.table, scratch + a.temp
         columns = (a.Dv + nr - 1) // nr * nr
-        # Columns of the values that are read where they lie.
-        whole = a.Dv // nr * nr if a.v_d == size else 0
-        scores, alpha = scratch + a.scores, scratch + a.alpha
+        scores, alpha, top = scratch + a.scores, scratch + a.alpha, scratch + a.top
         keys, values = scratch + a.keys, scratch + a.values
         while True:
             task = take_ticket(a.control)
@@ -108,6 +107,12 @@ def forward_worker(tile, block):
             first_tile = part * a.tiles_per_task
             n_tiles = min(a.tiles_per_task, a.tiles - first_tile)
             context.batch = b
+            # Keys and columns of the values that are read where they lie; others are packed. Where
+            # tiles share the copy, it costs less than what the micro-kernel loses on rows far
+            # apart (which compete for the same lines of the cache) or on columns of any array.
+            shared = n_tiles >= 4
+            near = a.k_d == size and (not shared or abs(a.k_n) <= 2 * a.D * size)
+            whole = 0 if shared or a.v_d != size else a.Dv // nr * nr
 
             lo, hi = a.Nk, 0
             for t in range(n_tiles):
@@ -125,8 +130,11 @@ def forward_worker(tile, block):
                     if read_int64(a.control + 8) == 0:
                         return  # interrupted
                     begin, end = max(lo, n0), min(hi, n0 + block)
-                    packed_from = pack_keys(tile, a, scratch, k, begin - (begin - n0) % nr, end)
-                    pitch = pack_values(tile, a, scratch, v, whole, columns, begin, end)
+                    packed_from = pack_keys(
+                        tile, a, k, near, begin - (begin - n0) % nr, end, keys
+                    )
+                    panel = (end - begin) * nr * size
+                    pack_values(tile, a, v, whole, begin, end, values, panel)
                     for t in range(n_tiles):
                         state = tile_state(a, scratch, t)
                         t_lo, t_hi = max(state.lo, n0), min(state.hi, n0 + block)
@@ -136,42 +144,42 @@ def forward_worker(tile, block):
                         start = t_lo - (t_lo - n0) % nr
                         groups = (t_hi - start + nr - 1) // nr
                         direct = min(groups, max(0, (packed_from - start) // nr))
-                        dot_keys(
-                            tile, queries, a.D, k + start * a.k_n, a.k_n, direct, scores
-                        )
                         first = start + direct * nr
+                        packed = keys + (first - packed_from) * a.D * size
+                        for i in range(tile.MV):
+                            store(top + i * tile.W * size, splat(tile, -np.inf))
                         dot_keys(
-                            tile, queries, a.D, keys + (first - packed_from) * a.D * size,
-                            a.D * size, groups - direct, scores + direct * nr * row,
+                            tile, queries, a.D, k + start * a.k_n, a.k_n, direct, scores, top
+                        )
+                        dot_keys(
+                            tile, queries, a.D, packed, a.D * size, groups - direct,
+                            scores + direct * nr * row, top,
                         )
 
                         # Keys before t_lo are seen by no lane: leave them out from here on.
                         p, rows = scores + (t_lo - start) * row, t_hi - t_lo
+                        hides = t_lo < state.full_lo or t_hi > state.full_hi
                         if a.n_functions:
                             select_tile(tile, a, scratch, context, t)
                             context.first_key, context.n_keys = t_lo, rows
                             apply(a.functions, a.n_functions, p, 0, scratch + a.context)
-                        if t_lo < state.full_lo or t_hi > state.full_hi:
+                        if hides:
                             hide(tile, a, scratch, t, p, t_lo, rows)
-                        row_max = scratch + a.row_max + t * row
-                        row_sum = scratch + a.row_sum + t * row
-                        running_softmax(tile, p, rows, row_max, row_sum, alpha, careful)
+                        as_computed = not a.n_functions and not hides and rows == groups * nr
+                        running_softmax(
+                            tile, p, rows, as_computed, top, scratch + a.row_max + t * row,
+                            scratch + a.row_sum + t * row, alpha, careful,
+                        )
 
                         acc = scratch + a.acc + t * columns * row
-                        direct, at = whole // nr, v + t_lo * a.v_n
-                        packed = values + (t_lo - begin) * pitch * size
-                        if careful:
-                            add_visible_values(tile, p, rows, at, a.v_n, direct, alpha, acc)
-                            add_visible_values(
-                                tile, p, rows, packed, pitch * size, pitch // nr, alpha,
-                                acc + whole * row,
-                            )
-                        else:
-                            add_values(tile, p, rows, at, a.v_n, direct, alpha, acc)
-                            add_values(
-                                tile, p, rows, packed, pitch * size, pitch // nr, alpha,
-                                acc + whole * row,
-                            )
+                        add_values(
+                            tile, p, rows, v + t_lo * a.v_n, a.v_n, nr * size, whole // nr,
+                            alpha, acc, careful,
+                        )
+                        add_values(
+                            tile, p, rows, values + (t_lo - begin) * nr * size, nr * size, panel,
+                            (columns - whole) // nr, alpha, acc + whole * row, careful,
+                        )
 
                 pending = 0
                 for t in range(n_tiles):
@@ -279,44 +287,47 @@ def reset_tile(tile, a, scratch, t, columns):
 
 
 @device
-def pack(tile, source, stride_n, stride_d, rows, columns, dest, pitch):
-    """Copy a block to scratch, with `pitch` elements from row to row and zeros at its right."""
-    for n in range(rows):
-        for d in range(pitch):
-            at = dest + (n * pitch + d) * tile.itemsize
-            if d < columns:
-                write(tile, at, read(tile, source + n * stride_n + d * stride_d))
-            else:
-                write(tile, at, 0.0)
+def pack_keys(tile, a, k, near, begin, end, keys):
+    """Copy those keys that the micro-kernel does not read where they lie; return the first.
 
-
-@device
-def pack_keys(tile, a, scratch, k, begin, end):
-    """Copy those keys that the micro-kernel cannot read where they lie; return the first.
-
-    It reads NR whole rows at a time. A last group of fewer rows is completed with zeros, and keys
-    whose columns are not adjacent are all copied.
+    It reads NR whole rows at a time: a last group of fewer rows is completed with zeros.
     """
-    nr = tile.NR
-    first = begin if a.k_d != tile.itemsize else a.Nk // nr * nr
-    if end > first:
-        rows = min(a.Nk - first, (end - first + nr - 1) // nr * nr)
-        keys = scratch + a.keys
-        pack(tile, k + first * a.k_n, a.k_n, a.k_d, rows, a.D, keys, a.D)
-        for n in range(rows * a.D, (rows + nr - 1) // nr * nr * a.D):
-            write(tile, keys + n * tile.itemsize, 0.0)
+    nr, size, width = tile.NR, tile.itemsize, tile.W
+    first = a.Nk // nr * nr if near else begin
+    for n in range(first, (end + nr - 1) // nr * nr):
+        source, dest = k + n * a.k_n, keys + (n - first) * a.D * size
+        d = 0
+        if n < a.Nk and a.k_d == size:
+            while d + width <= a.D:
+                store(dest + d * size, load(tile, source + d * size))
+                d += width
+        while d < a.D:
+            write(tile, dest + d * size, read(tile, source + d * a.k_d) if n < a.Nk else 0.0)
+            d += 1
     return first
 
 
 @device
-def pack_values(tile, a, scratch, v, whole, columns, begin, end):
-    """Copy the columns from `whole` on, which cannot be read NR at a time; return their pitch."""
-    pitch = columns - whole
-    if pitch:
-        source = v + begin * a.v_n + whole * a.v_d
-        values = scratch + a.values
-        pack(tile, source, a.v_n, a.v_d, end - begin, a.Dv - whole, values, pitch)
-    return pitch
+def pack_values(tile, a, v, whole, begin, end, values, panel):
+    """Copy the columns from `whole` on in panels of NR columns, the last completed with zeros.
+
+    The micro-kernel then reads each panel from its beginning to its end.
+    """
+    nr, size, width = tile.NR, tile.itemsize, tile.W
+    columns = (a.Dv - whole + nr - 1) // nr * nr
+    for n in range(begin, end):
+        source = v + n * a.v_n + whole * a.v_d
+        row = values + (n - begin) * nr * size
+        d = 0
+        if a.v_d == size:
+            while d + width <= a.Dv - whole:
+                at = row + d // nr * panel + d % nr * size
+                store_panels(tile, at, load(tile, source + d * size), panel)
+                d += width
+        while d < columns:
+            x = read(tile, source + d * a.v_d) if d < a.Dv - whole else 0.0
+            write(tile, row + d // nr * panel + d % nr * size, x)
+            d += 1
 
 
 @device

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.errors import NumbaWarning
+from numba.core.errors import NumbaError, NumbaWarning
 from numba.extending import register_jitable
 
 # NumPy's error model: a division by zero gives inf or NaN; a cfunc could not raise anyway.
@@ -92,19 +93,23 @@ def cache_folder() -> Path | None:
     user's cache folder or a folder in the temporary directory, whichever can be written first.
     """
     for root in _candidates():
-        folder = root / fingerprint()
+        folder = root / f"kernels-{fingerprint()}"
         if _usable(root) and _usable(folder):
             _forget_stale(root, folder)
             return folder
     return None
 
 
+def _folders(root: Path) -> list[Path]:
+    """Return the cache folders of all versions in a root that may hold other things too."""
+    return [p for p in root.iterdir() if re.fullmatch("kernels-[0-9a-f]{16}", p.name)]
+
+
 def _forget_stale(root: Path, current: Path) -> None:
     """Delete all but the newest folders, which other versions of the package may still use."""
     try:
         os.utime(current)
-        found = [p for p in root.iterdir() if p.is_dir() and len(p.name) == len(current.name)]
-        found.sort(key=lambda p: p.stat().st_mtime, reverse=True)
+        found = sorted(_folders(root), key=lambda p: p.stat().st_mtime, reverse=True)
     except OSError:  # another process tidies up at the same time
         return
     for path in found[_KEEP_FOLDERS:]:
@@ -113,20 +118,13 @@ def _forget_stale(root: Path, current: Path) -> None:
 
 def clear_cache() -> int:
     """Delete the cached code of every version of the package; return the bytes freed."""
+    current = cache_folder()
+    if current is None:
+        return 0
     freed = 0
-    folder = cache_folder()
-    if folder is None:
-        return freed
-    for path in sorted(folder.parent.rglob("*"), reverse=True):
-        try:
-            if path.is_dir():
-                path.rmdir()
-            else:
-                size = path.stat().st_size
-                path.unlink()
-                freed += size
-        except OSError:
-            continue
+    for folder in _folders(current.parent):
+        freed += sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        shutil.rmtree(folder, ignore_errors=True)
     cache_folder.cache_clear()
     return freed
 
@@ -141,6 +139,8 @@ def _compile(signature: str, function: Callable[..., Any]) -> Any:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NumbaWarning)  # "cannot cache": see below
                 return numba.cfunc(signature, cache=True, **_OPTIONS)(function)
+        except NumbaError:  # the kernel is wrong, not the cache
+            raise
         except Exception:
             # A truncated file, a full disk, a folder that went away: none may stop a call.
             shutil.rmtree(folder, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 A product fills a tile of NR rows by MV vectors: ``tile[j, i] = sum_k x[k, j] * a[k, i]``, where
 a[k] are vectors over the query rows (they lie in scratch, one row after the other) and x[k, j]
-scalars of keys or values, read where they lie.
+scalars of keys or values.
 """
 
 from __future__ import annotations
@@ -12,37 +12,36 @@ from .jit import device
 
 
 @device
-def dot_keys(tile, queries, depth, keys, key_stride, groups, dest):
-    """Write the scores of groups of NR keys: ``dest[j] = sum_d keys[j, d] * queries[d]``."""
+def dot_keys(tile, queries, depth, keys, key_stride, groups, dest, top):
+    """Write the scores of groups of NR keys: ``dest[j] = sum_d keys[j, d] * queries[d]``.
+
+    The vectors at address `top` keep the largest score of each lane.
+    """
     row = tile.lanes * tile.itemsize
     for g in range(groups):
         key = keys + g * tile.NR * key_stride
         acc = zeros(tile)
         for d in range(depth):
             acc = outer_fma(tile, acc, queries + d * row, key + d * tile.itemsize, key_stride)
-        store_tile(tile, acc, dest + g * tile.NR * row)
+        store_tile(tile, acc, dest + g * tile.NR * row, top)
 
 
 @device
-def add_values(tile, probs, rows, values, value_stride, groups, alpha, dest):
-    """Add groups of NR columns: ``dest[j] = dest[j] * alpha + sum_n values[n, j] * probs[n]``."""
+def add_values(tile, probs, rows, values, stride_n, stride_g, groups, alpha, dest, careful):
+    """Add groups of NR columns: ``dest[j] = dest[j] * alpha + sum_n values[n, j] * probs[n]``.
+
+    A column group begins `stride_g` bytes after the one before, a row `stride_n`. With `careful`
+    the values of hidden probabilities (-0.0) stay out.
+    """
     row = tile.lanes * tile.itemsize
     for g in range(groups):
-        value = values + g * tile.NR * tile.itemsize
+        at = values + g * stride_g
         acc = zeros(tile)
-        for n in range(rows):
-            acc = outer_fma(tile, acc, probs + n * row, value + n * value_stride, tile.itemsize)
-        rescale_add_tile(tile, acc, dest + g * tile.NR * row, alpha)
-
-
-@device
-def add_visible_values(tile, probs, rows, values, value_stride, groups, alpha, dest):
-    """Do as `add_values` does, and keep the values of hidden probabilities (-0.0) out."""
-    row = tile.lanes * tile.itemsize
-    for g in range(groups):
-        value = values + g * tile.NR * tile.itemsize
-        acc = zeros(tile)
-        for n in range(rows):
-            at = value + n * value_stride
-            acc = outer_fma_visible(tile, acc, probs + n * row, at, tile.itemsize)
+        if careful:
+            for n in range(rows):
+                value = at + n * stride_n
+                acc = outer_fma_visible(tile, acc, probs + n * row, value, tile.itemsize)
+        else:
+            for n in range(rows):
+                acc = outer_fma(tile, acc, probs + n * row, at + n * stride_n, tile.itemsize)
         rescale_add_tile(tile, acc, dest + g * tile.NR * row, alpha)

@@ -17,9 +17,10 @@ LOG2E = math.log2(math.e)
 
 
 @device
-def running_softmax(tile, scores, rows, row_max, row_sum, alpha, mark_hidden):
+def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha, mark_hidden):
     """Turn scores into probabilities relative to the running maximum, in place.
 
+    With `top_known` the vectors at address `top` hold the largest of these scores.
     -inf is a hidden key: its probability is 0, and -0.0 with `mark_hidden`. A row that has seen
     nothing yet keeps row_max = -inf, and no difference of two infinities is ever taken for it.
     NaN in a score, or a score of +inf, makes row_sum NaN, and that stays.
@@ -28,25 +29,29 @@ def running_softmax(tile, scores, rows, row_max, row_sum, alpha, mark_hidden):
     for i in range(tile.MV):
         at = i * tile.W * tile.itemsize
         column = scores + at
-        top = load(tile, row_max + at)
-        old = top
-        for n in range(rows):
-            s = load(tile, column + n * row)
-            top = np.where(s > top, s, top)
-        store(row_max + at, top)
-        top = np.where(top == -np.inf, splat(tile, 0.0), top)
-        shrink = exp2_nonpositive((old - top) * LOG2E)
+        old = load(tile, row_max + at)
+        largest = old
+        if top_known:
+            s = load(tile, top + at)
+            largest = np.where(s > largest, s, largest)
+        else:
+            for n in range(rows):
+                s = load(tile, column + n * row)
+                largest = np.where(s > largest, s, largest)
+        store(row_max + at, largest)
+        largest = np.where(largest == -np.inf, splat(tile, 0.0), largest)
+        shrink = exp2_nonpositive((old - largest) * LOG2E)
         store(alpha + at, shrink)
         total = splat(tile, 0.0)
         if mark_hidden:
             for n in range(rows):
                 s = load(tile, column + n * row)
-                p = exp2_nonpositive((s - top) * LOG2E)
+                p = exp2_nonpositive((s - largest) * LOG2E)
                 total += p
                 store(column + n * row, np.where(s == -np.inf, splat(tile, -0.0), p))
         else:
             for n in range(rows):
-                p = exp2_nonpositive((load(tile, column + n * row) - top) * LOG2E)
+                p = exp2_nonpositive((load(tile, column + n * row) - largest) * LOG2E)
                 total += p
                 store(column + n * row, p)
         store(row_sum + at, load(tile, row_sum + at) * shrink + total)
