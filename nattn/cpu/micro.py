@@ -21,7 +21,13 @@ def dot_keys(tile, queries, depth, keys, key_stride, groups, dest, top):
     for g in range(groups):
         key = keys + g * tile.NR * key_stride
         acc = zeros(tile)
-        for d in range(depth):
+        for d in range(0, depth - 3, 4):
+            a, x = queries + d * row, key + d * tile.itemsize
+            acc = outer_fma(tile, acc, a, x, key_stride)
+            acc = outer_fma(tile, acc, a + row, x + tile.itemsize, key_stride)
+            acc = outer_fma(tile, acc, a + 2 * row, x + 2 * tile.itemsize, key_stride)
+            acc = outer_fma(tile, acc, a + 3 * row, x + 3 * tile.itemsize, key_stride)
+        for d in range(depth // 4 * 4, depth):
             acc = outer_fma(tile, acc, queries + d * row, key + d * tile.itemsize, key_stride)
         store_tile(tile, acc, dest + g * tile.NR * row, top)
 
@@ -42,6 +48,12 @@ def add_values(tile, probs, rows, values, stride_n, stride_g, groups, alpha, des
                 value = at + n * stride_n
                 acc = outer_fma_visible(tile, acc, probs + n * row, value, tile.itemsize)
         else:
-            for n in range(rows):
+            for n in range(0, rows - 3, 4):
+                a, x = probs + n * row, at + n * stride_n
+                acc = outer_fma(tile, acc, a, x, tile.itemsize)
+                acc = outer_fma(tile, acc, a + row, x + stride_n, tile.itemsize)
+                acc = outer_fma(tile, acc, a + 2 * row, x + 2 * stride_n, tile.itemsize)
+                acc = outer_fma(tile, acc, a + 3 * row, x + 3 * stride_n, tile.itemsize)
+            for n in range(rows // 4 * 4, rows):
                 acc = outer_fma(tile, acc, probs + n * row, at + n * stride_n, tile.itemsize)
         rescale_add_tile(tile, acc, dest + g * tile.NR * row, alpha)

@@ -133,11 +133,11 @@ def tiles_per_task(
 ) -> int:
     """Return how many query tiles share one pass over the keys.
 
-    As many as the second-level cache holds beside the block, at most 8 (more saves nothing), and
+    As many as the second-level cache holds beside the block, at most 16 (more saves nothing), and
     few enough that all threads stay busy.
     """
     room = L2_SHARE - block * (D + Dv) * tile.itemsize
     fit = room // ((D + Dv) * tile.lanes * tile.itemsize)
     share = -(-tiles * streams // (TASKS_PER_THREAD * threads))
-    most = max(1, min(8, fit, share, tiles))
+    most = max(1, min(16, fit, share, tiles))
     return -(-tiles // -(-tiles // most))
