@@ -130,9 +130,7 @@ def forward_worker(tile, block):
                     if read_int64(a.control + 8) == 0:
                         return  # interrupted
                     begin, end = max(lo, n0), min(hi, n0 + block)
-                    packed_from = pack_keys(
-                        tile, a, k, near, begin - (begin - n0) % nr, end, keys
-                    )
+                    packed_from = pack_keys(tile, a, k, near, begin - (begin - n0) % nr, end, keys)
                     panel = (end - begin) * nr * size
                     pack_values(tile, a, v, whole, begin, end, values, panel)
                     for t in range(n_tiles):
@@ -148,12 +146,16 @@ def forward_worker(tile, block):
                         packed = keys + (first - packed_from) * a.D * size
                         for i in range(tile.MV):
                             store(top + i * tile.W * size, splat(tile, -np.inf))
+                        dot_keys(tile, queries, a.D, k + start * a.k_n, a.k_n, direct, scores, top)
                         dot_keys(
-                            tile, queries, a.D, k + start * a.k_n, a.k_n, direct, scores, top
-                        )
-                        dot_keys(
-                            tile, queries, a.D, packed, a.D * size, groups - direct,
-                            scores + direct * nr * row, top,
+                            tile,
+                            queries,
+                            a.D,
+                            packed,
+                            a.D * size,
+                            groups - direct,
+                            scores + direct * nr * row,
+                            top,
                         )
 
                         # Keys before t_lo are seen by no lane: leave them out from here on.
@@ -167,18 +169,41 @@ def forward_worker(tile, block):
                             hide(tile, a, scratch, t, p, t_lo, rows)
                         as_computed = not a.n_functions and not hides and rows == groups * nr
                         running_softmax(
-                            tile, p, rows, as_computed, top, scratch + a.row_max + t * row,
-                            scratch + a.row_sum + t * row, alpha, careful,
+                            tile,
+                            p,
+                            rows,
+                            as_computed,
+                            top,
+                            scratch + a.row_max + t * row,
+                            scratch + a.row_sum + t * row,
+                            alpha,
+                            careful,
                         )
 
                         acc = scratch + a.acc + t * columns * row
                         add_values(
-                            tile, p, rows, v + t_lo * a.v_n, a.v_n, nr * size, whole // nr,
-                            alpha, acc, careful,
+                            tile,
+                            p,
+                            rows,
+                            v + t_lo * a.v_n,
+                            a.v_n,
+                            nr * size,
+                            whole // nr,
+                            alpha,
+                            acc,
+                            careful,
                         )
                         add_values(
-                            tile, p, rows, values + (t_lo - begin) * nr * size, nr * size, panel,
-                            (columns - whole) // nr, alpha, acc + whole * row, careful,
+                            tile,
+                            p,
+                            rows,
+                            values + (t_lo - begin) * nr * size,
+                            nr * size,
+                            panel,
+                            (columns - whole) // nr,
+                            alpha,
+                            acc + whole * row,
+                            careful,
                         )
 
                 pending = 0

@@ -39,6 +39,16 @@ device = register_jitable(error_model="numpy")
 _lock = threading.RLock()
 
 
+def _new_lock() -> None:
+    """Whoever held the lock when the process forked is not there to release it in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
 @functools.cache
 def fingerprint() -> str:
     """Return a hash of every source file of the package, the compiler's version and options."""

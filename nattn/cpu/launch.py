@@ -60,6 +60,11 @@ def _executor() -> ThreadPoolExecutor:
         return _pool
 
 
+def new_control(n_tasks: int) -> Control:
+    """Return the shared state of workers that are to run so many tasks."""
+    return (ctypes.c_int64 * 2)(0, n_tasks)
+
+
 def thread_count() -> int:
     """Return the number of threads to use: what ``numba.set_num_threads`` says.
 
@@ -73,7 +78,7 @@ def thread_count() -> int:
 MOST_SPARE = 1 << 24
 """Bytes of scratch that a thread keeps between calls at most."""
 
-Control = ctypes.c_int64 * 2
+Control = ctypes.Array[ctypes.c_int64]
 """Shared by the workers: the next task, and the number of tasks (0 stops everyone)."""
 
 _WORKER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p)
@@ -86,18 +91,42 @@ def _callable(address: int) -> Any:
     return _WORKER(address)
 
 
+def _job(worker: Callable[[int, bytes], None], slot: int, args: bytes, keep: object) -> None:
+    """Run a worker; `keep` holds whatever its addresses point to, as long as it runs."""
+    worker(slot, args)
+
+
 def run(
     address: int,
     args: bytes,
     control: Control,
     threads: int,
     flops: float,
+    *,
+    keep: object,
     progress: Progress | None = None,
 ) -> None:
     """Run a worker on several threads until its tasks are done.
 
     A KeyboardInterrupt stops the workers at their next block of keys, and is raised when the last
     one has stopped: nobody writes afterwards.
+
+    Parameters
+    ----------
+    address : int
+        Of a compiled ``void(slot, args)``.
+    args : bytes
+        The record that every worker gets.
+    control : Control
+        The shared state that `args` points to.
+    threads : int
+        Workers; each gets its own slot, from 0 on.
+    flops : float
+        About how much there is to do: decides whether the calling thread works or waits.
+    keep : object
+        Kept alive until the last worker is done.
+    progress : callable, optional
+        Called from the calling thread with the fraction that is done.
     """
     worker = _callable(address)
     if threads == 1 and flops < SHORT:
@@ -105,10 +134,15 @@ def run(
         return
     main = threading.current_thread() is threading.main_thread()
     waits = flops >= SHORT and (main or progress is not None)
-    pool = _executor()
-    futures = [pool.submit(worker, slot, args) for slot in range(0 if waits else 1, threads)]
+    futures: list[Future[None]] = []
     try:
-        if not waits:
+        try:
+            pool = _executor()
+            slots = range(0 if waits else 1, threads)
+            futures.extend(pool.submit(_job, worker, slot, args, keep) for slot in slots)
+        except RuntimeError:
+            pass  # the interpreter shuts down and starts no more threads
+        if not (waits and futures):
             worker(0, args)
         _wait(futures, control, progress)
     except BaseException:
@@ -229,7 +263,7 @@ def forward(
     todo = plan(dtype, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, threads)
     threads = min(threads, todo.n_tasks)
     scratch = _scratch.take(threads * todo.scratch_bytes + 64)
-    control = Control(0, todo.n_tasks)
+    control = new_control(todo.n_tasks)
     bound = [
         score.operand_function(todo.tile, operand)
         for operand in (p.bias, p.mask)
@@ -252,5 +286,6 @@ def forward(
         *todo.areas,
         p.scale,
     )
-    run(todo.worker, args, control, threads, flops, progress)
+    keep = (problem, out, lse, scratch, control, bound, functions)
+    run(todo.worker, args, control, threads, flops, keep=keep, progress=progress)
     _scratch.give_back(scratch)

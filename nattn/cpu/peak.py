@@ -67,6 +67,6 @@ def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float 
     repetitions = max(1, int(seconds * 3e9 * 2 / _CHAINS))
     args = struct.pack("2q", repetitions, out.ctypes.data)
     begin = time.perf_counter()
-    launch.run(address, args, launch.Control(0, threads), threads, 0.0)
+    launch.run(address, args, launch.new_control(threads), threads, 0.0, keep=out)
     elapsed = time.perf_counter() - begin
     return 2.0 * _CHAINS * tile.W * repetitions * threads / elapsed / 1e9

@@ -32,7 +32,7 @@ L1_SHARE = 18 * 1024
 """Bytes of first-level cache for the scores of one tile; processors have 32 KiB or more."""
 
 L2_SHARE = 384 * 1024
-"""Bytes of second-level cache that one task may fill; processors since 2017 have 512 KiB or more."""
+"""Bytes of second-level cache that one task may fill; today's processors have 512 KiB or more."""
 
 
 @dataclass(frozen=True)
