@@ -1,0 +1,163 @@
+"""What is compiled for an instruction set: ``python instruction_sets.py NAME``, as a child.
+
+The child prints one line of JSON: the facts that test_cpu_kernel.py asserts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import children
+import llvmlite.binding as llvm
+
+WIDE = re.compile("avx512|avx10|evex|amx")
+BASELINE = {"64bit", "cmov", "cx8", "fxsr", "mmx", "sse", "sse2", "x87"}
+
+SETS: dict[
+    str, tuple[str, Callable[[str], bool], str]
+] = {  # the processor's name, and what it has of which features
+    "avx512": ("skylake-avx512", lambda f: not WIDE.search(f), "f bw cd dq vl"),
+    "avx2": ("haswell", lambda f: not WIDE.search(f), ""),
+    "no fma": ("ivybridge", lambda f: not WIDE.search(f) and not f.startswith("fma"), ""),
+    "sse2": ("x86-64", lambda f: f in BASELINE, ""),
+}
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+def host() -> dict[str, bool]:
+    found: dict[str, bool] = dict(llvm.get_host_cpu_features())
+    return found
+
+
+def features(name: str) -> dict[str, bool]:
+    """Return every feature that LLVM knows of this machine's, switched on or off for a set."""
+    _, keep, more = SETS[name]
+    chosen = {f: on and keep(f) for f, on in host().items()}
+    if name in ("avx2", "avx512"):
+        chosen |= dict.fromkeys(("avx", "avx2", "fma"), True)
+    return chosen | {f"avx512{part}": True for part in more.split()}
+
+
+def can_run(name: str) -> bool:
+    here = host()
+    return all(here.get(f, False) for f, on in features(name).items() if on)
+
+
+def command(name: str) -> list[str]:
+    return [sys.executable, __file__, name]
+
+
+def environment(name: str) -> dict[str, str]:
+    """Return the environment of a child that compiles for a set, and never from the cache."""
+    switches = ",".join(("+" if on else "-") + f for f, on in features(name).items())
+    return children.environment(
+        NUMBA_CPU_NAME=SETS[name][0], NUMBA_CPU_FEATURES=switches, NATTN_CACHE_DIR=os.devnull
+    )
+
+
+def innermost_loops(assembly: str) -> Iterator[list[str]]:
+    """Yield the instructions of each loop that is one block and jumps back to its own label."""
+    block: list[str] = []
+    label = None
+    for line in assembly.splitlines():
+        text = line.strip()
+        if found := re.match(r"(\.?L\w+):", text):
+            label, block = found[1], []
+            continue
+        if not text or text[0] in ".#":
+            continue
+        block.append(text)
+        if text[0] == "j" and label is not None:
+            if text.split()[1:2] == [label]:
+                yield block
+            label, block = None, []
+
+
+def product_loops(assembly: str) -> list[list[str]]:
+    """Return the loops that do nothing but multiply and add vectors."""
+    other = re.compile(r"v?(blend|p?and|p?or|cmpp|psll|psra|max|min|round|div)")
+    found = []
+    for loop in innermost_loops(assembly):
+        fused, products, sums = (
+            sum(x.startswith(names) for x in loop)
+            for names in (("vfmadd", "vfnmadd"), ("mulp", "vmulp"), ("addp", "vaddp"))
+        )
+        if fused + min(products, sums) >= 8 and not any(other.match(x) for x in loop):
+            found.append(loop)
+    return found
+
+
+def facts() -> dict[str, Any]:
+    """Compile the wide float32 kernel and describe it."""
+    from nattn.cpu import tiles
+
+    forward = importlib.import_module("nattn.cpu.forward")
+    tile = tiles.choose_tile("float32", 1 << 20)
+    compiled = forward.forward_worker.compiled(tile, tiles.block_kv(tile, 64))
+    assembly = compiled._library.get_asm_str()
+    registers = {(x, int(n)) for x, n in re.findall(r"%([xyz]mm)(\d+)", assembly)}
+
+    def count(loop: list[str], pattern: str) -> int:
+        return sum(bool(re.search(pattern, x)) for x in loop)
+
+    loops = [
+        {
+            "length": len(loop),
+            "fma": count(loop, r"^vfn?madd\w+ps"),
+            "mul": count(loop, r"^v?mulps"),
+            "add": count(loop, r"^v?addps"),
+            "broadcast": count(loop, r"^vbroadcastss|\{1to16\}"),
+            "stack": count(loop, r"\(%[er]sp"),
+        }
+        for loop in product_loops(assembly)
+    ]
+    return {
+        "tile": [tile.W, tile.MV, tile.NR],
+        "vector_bytes": tiles.cpu().vector_bytes,
+        "fma": tiles.cpu().fma,
+        "zmm": any(x == "zmm" for x, _ in registers),
+        "ymm": any(x == "ymm" for x, _ in registers),
+        "highest register": max(n for _, n in registers),
+        "vex": count(assembly.splitlines(), r"^\s+v[a-z]"),
+        "fma instructions": count(assembly.splitlines(), r"^\s+vfn?m"),
+        "calls of fma": count(assembly.splitlines(), r"\bfmaf?\b"),
+        "loops": loops,
+    }
+
+
+def run_checks() -> None:
+    """Check a few calls against the reference, and the elementary functions."""
+    import numpy as np
+    import test_lanes
+    from cases import CASES, check
+
+    names = ["odd sizes", "many blocks", "causal, more keys", "window", "mask", "bias, float16"]
+    for name in (*names, "everything"):
+        case = next(c for c in CASES if c.name == name)
+        q, k, v, options = case.make(np.float32)
+        check("cpu", q, k, v, **options)
+        poisoned = v.copy()
+        poisoned[..., -1, :] = np.nan
+        check("cpu", q, k, poisoned, **options)
+    for dtype in ("float32", "float64"):
+        test_lanes.test_special_values(dtype)
+        for function in test_lanes.FUNCTIONS:
+            test_lanes.test_accuracy_in_decimals(function, dtype)
+    test_lanes.test_fma(test_lanes.TILES[0])
+
+
+if __name__ == "__main__":
+    result = facts()
+    if can_run(sys.argv[1]):
+        run_checks()
+    print(json.dumps(result))
