@@ -1369,13 +1369,16 @@ write_int32 = _integer_write("int32", types.int32)
 
 
 @intrinsic
-def take_ticket(typingctx: Any, address: Any) -> Any:
-    """Add 1 to the int64 at an address, atomically, and return what was there."""
+def atomic_add(typingctx: Any, address: Any, amount: Any) -> Any:
+    """Add to the int64 at an address, atomically, and return what was there.
+
+    What a thread wrote before is seen by those that read the new number.
+    """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", _pointer(b, args[0], I64), I64(1), "monotonic")
+        return b.atomic_rmw("add", _pointer(b, args[0], I64), args[1], "seq_cst")
 
-    return types.int64(types.int64), codegen
+    return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic

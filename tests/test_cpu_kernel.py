@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import nattn
 from nattn.api import _attend
-from nattn.cpu import fma_peak, launch, tiles
+from nattn.cpu import fma_peak, launch, threads, tiles
 
 Array = NDArray[Any]
 
@@ -160,8 +160,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def test_bits_whatever_the_threads_and_tasks(case: Case, sizes: pytest.MonkeyPatch) -> None:
     q, k, v, options = case.make(np.float32)
     expected = attend(q, k, v, **options)
-    for threads in (1, 2, 3):
-        sizes.setattr(launch, "thread_count", lambda n=threads: n)
+    for count in (1, 2, 3):
+        sizes.setattr(threads, "thread_count", lambda n=count: n)
         for per_task in range(1, 9):
             sizes.setattr(tiles, "tiles_per_task", lambda *_, n=per_task, **__: n)
             launch.plan.cache_clear()

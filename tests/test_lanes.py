@@ -882,10 +882,10 @@ def test_store_panels(tile: Tile, NR: int) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-def test_take_ticket_gives_each_number_once() -> None:
+def test_atomic_add_gives_each_number_once() -> None:
     def run(n: int, counter: int, out: Any) -> None:
         for i in range(n):
-            out[i] = lanes.take_ticket(counter)
+            out[i] = lanes.atomic_add(counter, 1)
 
     n, threads = 20_000, 4
     counter, out = np.array([5]), np.empty((threads, n), np.int64)

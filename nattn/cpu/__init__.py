@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import launch, tiles
+from . import tiles
 from .forward import forward_worker
 from .jit import cache_folder, clear_cache
 from .peak import fma_peak, multiply_add
 from .score import add_operand
+from .threads import thread_count
 
 __all__ = ["clear_cache", "fma_peak", "info", "warmup"]
 
@@ -50,7 +51,7 @@ def info() -> dict[str, Any]:
         "features": sorted(cpu.features),
         "fma": cpu.fma,
         "vector_bits": 8 * cpu.vector_bytes,
-        "threads": launch.thread_count(),
+        "threads": thread_count(),
         "threading": "Python threads around compiled workers (any Numba layer, fork-safe)",
         "cache_folder": None if folder is None else str(folder),
         "tiles": chosen,

@@ -31,7 +31,6 @@ from ..lanes import (
     splat,
     store,
     store_panels,
-    take_ticket,
     view,
     write,
     write_int32,
@@ -41,6 +40,7 @@ from .jit import device, kernel
 from .micro import add_values, dot_keys
 from .score import CONTEXT, apply, lane_offsets
 from .softmax import running_softmax
+from .threads import enter, leave, stopped, take_task
 from .tiles import AREAS, STATE_BYTES
 
 ARGS = Struct(
@@ -61,7 +61,7 @@ ARGS = Struct(
         *("q_offset", "q_lens", "kv_lens", "causal", "left", "right"),
         # tile functions: address of (function, params) pairs, and their number
         *("functions", "n_functions"),
-        # control: address of the next task and the number of tasks (0 stops all workers)
+        # control: address of the job's shared state
         "control",
         # scratch: address, bytes for each worker, offsets of the areas in it
         *("scratch", "scratch_bytes", *AREAS),
@@ -88,14 +88,14 @@ def forward_worker(tile, block):
         a = view(ARGS, args)
         scratch = a.scratch + slot * a.scratch_bytes
         context = view(CONTEXT, scratch + a.context)
-        context.table, context.temp = scratch + a.table, scratch + a.temp
         columns = (a.Dv + nr - 1) // nr * nr
         scores, alpha, top = scratch + a.scores, scratch + a.alpha, scratch + a.top
         keys, values = scratch + a.keys, scratch + a.values
+        enter(a.control)
         while True:
-            task = take_ticket(a.control)
-            if task >= read_int64(a.control + 8):
-                return
+            task = take_task(a.control)
+            if task < 0:
+                break
             stream = task // a.tasks_per_stream
             # Under a causal mask the last rows see most keys: they come first, so that short
             # tasks end the list.
@@ -107,6 +107,7 @@ def forward_worker(tile, block):
             first_tile = part * a.tiles_per_task
             n_tiles = min(a.tiles_per_task, a.tiles - first_tile)
             context.batch = b
+            context.table, context.temp = scratch + a.table, scratch + a.temp
             # Keys and columns of the values that are read where they lie; others are packed. Where
             # tiles share the copy, it costs less than what the micro-kernel loses on rows far
             # apart (which compete for the same lines of the cache) or on columns of any array.
@@ -127,8 +128,8 @@ def forward_worker(tile, block):
             careful, pending = False, n_tiles
             while pending:
                 for n0 in range(lo // block * block, hi, block):
-                    if read_int64(a.control + 8) == 0:
-                        return  # interrupted
+                    if stopped(a.control):
+                        break
                     begin, end = max(lo, n0), min(hi, n0 + block)
                     packed_from = pack_keys(tile, a, k, near, begin - (begin - n0) % nr, end, keys)
                     panel = (end - begin) * nr * size
@@ -207,6 +208,8 @@ def forward_worker(tile, block):
                         )
 
                 pending = 0
+                if stopped(a.control):
+                    break
                 for t in range(n_tiles):
                     if not tile_state(a, scratch, t).done:
                         select_tile(tile, a, scratch, context, t)
@@ -214,6 +217,7 @@ def forward_worker(tile, block):
                             reset_tile(tile, a, scratch, t, columns)
                             pending += 1
                 careful = True
+        leave(a.control, slot)
 
     return worker
 

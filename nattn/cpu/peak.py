@@ -6,23 +6,27 @@ processors change their speed, a kernel's share of it means something only in th
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import time
 
 import numpy as np
 
 from ..lanes import fma, read_int64, splat, store
-from . import launch, tiles
+from . import tiles
 from .jit import kernel
+from .threads import enter, leave, new_control, run, thread_count
 
 _CHAINS = 12
 
 
 @kernel("void(int64, int64)")
 def multiply_add(tile):
-    """Run 12 independent chains of multiply-adds; args: (repetitions, address to write to)."""
+    """Run 12 chains of multiply-adds; args: (repetitions, address to write to, control)."""
 
     def worker(slot, args):
+        control = read_int64(args + 16)
+        enter(control)
         x, y = splat(tile, 0.5), splat(tile, 1.0)
         a = b = c = d = e = f = g = h = i = j = k = m = splat(tile, 0.25 * slot)
         for _ in range(read_int64(args)):
@@ -32,6 +36,7 @@ def multiply_add(tile):
             j, k, m = fma(j, x, y), fma(k, x, y), fma(m, x, y)
         total = a + b + c + d + e + f + g + h + i + j + k + m
         store(read_int64(args + 8) + slot * 256, total)
+        leave(control, slot)
 
     return worker
 
@@ -60,13 +65,14 @@ def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float 
     True
     """
     tile = tiles.choose_tile(dtype, 1 << 20)
-    threads = threads or launch.thread_count()
+    threads = threads or thread_count()
     address = multiply_add(tile)
     out = np.empty(256 * threads, np.uint8)
     # 2 * width operations a cycle, about 3e9 cycles a second: near enough to choose a length.
     repetitions = max(1, int(seconds * 3e9 * 2 / _CHAINS))
-    args = struct.pack("2q", repetitions, out.ctypes.data)
+    control = new_control(threads)
+    args = struct.pack("3q", repetitions, out.ctypes.data, ctypes.addressof(control))
     begin = time.perf_counter()
-    launch.run(address, args, launch.new_control(threads), threads, 0.0, keep=out)
+    run(address, args, control, threads, 1e12, keep=(out, control))
     elapsed = time.perf_counter() - begin
     return 2.0 * _CHAINS * tile.W * repetitions * threads / elapsed / 1e9
