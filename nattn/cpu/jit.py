@@ -141,23 +141,30 @@ def clear_cache() -> int:
 
 def _compile(signature: str, function: Callable[..., Any]) -> Any:
     """Compile to C's calling convention, from the disk cache if it is there and sound."""
-    folder = cache_folder()
-    if folder is not None:
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(folder)  # read once, when the cache object is made
+    for _ in range(2):
+        folder = cache_folder()
+        if folder is None:
+            break
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NumbaWarning)  # "cannot cache": see below
-                return numba.cfunc(signature, cache=True, **_OPTIONS)(function)
+            return _compile_cached(signature, function, folder)
         except NumbaError:  # the kernel is wrong, not the cache
             raise
         except Exception:
             # A truncated file, a full disk, a folder that went away: none may stop a call.
             shutil.rmtree(folder, ignore_errors=True)
             cache_folder.cache_clear()
-        finally:
-            numba.config.CACHE_DIR = before
     return numba.cfunc(signature, **_OPTIONS)(function)
+
+
+def _compile_cached(signature: str, function: Callable[..., Any], folder: Path) -> Any:
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)  # read once, when the cache object is made
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumbaWarning)  # that a folder cannot be written
+            return numba.cfunc(signature, cache=True, **_OPTIONS)(function)
+    finally:
+        numba.config.CACHE_DIR = before
 
 
 class Kernel:
@@ -170,7 +177,7 @@ class Kernel:
         functools.update_wrapper(self, factory)
 
     def compiled(self, *constants: Any) -> Any:
-        """Return Numba's compiled function for these constants (it has ``inspect_asm()``)."""
+        """Return Numba's compiled function for these constants."""
         found = self._variants.get(constants)
         if found is None:
             with _lock:
@@ -179,6 +186,11 @@ class Kernel:
                     found = _compile(self._signature, self._factory(*constants))
                     self._variants[constants] = found
         return found
+
+    def inspect_asm(self, *constants: Any) -> str:
+        """Return the assembly of the variant for these constants, as Numba's dispatchers do."""
+        text: str = self.compiled(*constants)._library.get_asm_str()
+        return text
 
     def __call__(self, *constants: Any) -> int:
         """Return the address of the variant for these constants."""
