@@ -391,6 +391,19 @@ def test_5_whatever_the_batch_mates(
             assert_same_bits(got, [x[b : b + 1] for x in together])
 
 
+@pytest.mark.parametrize("q_len", [1, 3, 8, 30])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_5_whatever_the_padding(backend: str, q_len: int, dtype: str) -> None:
+    # Alone, the rows of these heads may share a tile or take a narrow one; padded they do not.
+    q, k, v = qkv(2, 8, 200, 700, 24, dtype=dtype)
+    k, v = k[:, :2], v[:, :2]
+    options: dict[str, Any] = {"causal": True, "window_size": (400, None)}
+    lens = {"q_lens": [q_len, 200], "kv_lens": [650, 700]}
+    padded = attend(backend, q, k, v, **options, **lens)
+    got = attend(backend, q[:1, :, :q_len], k[:1, :, :650], v[:1, :, :650], **options)
+    assert_same_bits(got, [x[:1, :, :q_len] for x in padded])
+
+
 @pytest.mark.parametrize("Nq", [1, 5, 90])
 def test_5_whatever_the_other_heads(backend: str, Nq: int) -> None:
     q, k, v = qkv(1, 6, Nq, 140, 24)

@@ -49,7 +49,7 @@ def plan(
     heads = group if packed else 1
     streams, rows = Hq // heads, Nq * heads
     tile = tiles.choose_tile(dtype, rows)
-    block = tiles.block_kv(tile, D)
+    block = tiles.block_kv(dtype, D)
     n_tiles = -(-rows // tile.lanes)
     per_task = tiles.tiles_per_task(tile, block, D, Dv, n_tiles, B * streams, workers)
     tasks_per_stream = -(-n_tiles // per_task)

@@ -79,15 +79,17 @@ def choose_tile(dtype: str, rows: int) -> Tile:
 
 
 @functools.cache
-def block_kv(tile: Tile, D: int) -> int:
+def block_kv(dtype: str, D: int) -> int:
     """Return the number of keys in a block.
 
-    The scores of one tile take a good half of the first-level cache, and keys and values of the
-    block together less than half of the second. Between 128 and 256 keys speed hardly changes.
+    The scores of one wide tile take a good half of the first-level cache, and the keys and values
+    of the block less than half of the second. Between 128 and 256 keys speed hardly changes. All
+    tiles of a dtype use the same blocks: with the order of additions, so do the bits of a row.
     """
-    by_scores = L1_SHARE // (tile.lanes * tile.itemsize)
-    by_keys = L2_SHARE // (4 * D * tile.itemsize)
-    return max(64, min(by_scores, by_keys, 256) // 64 * 64)
+    tile = choose_tile(dtype, 1 << 20)
+    by_scores = max(128, L1_SHARE // (tile.lanes * tile.itemsize))
+    by_keys = max(64, L2_SHARE // (4 * D * tile.itemsize))
+    return min(by_scores, by_keys, 256) // 64 * 64
 
 
 def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[str, int]:
