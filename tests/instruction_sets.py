@@ -103,7 +103,7 @@ def facts() -> dict[str, Any]:
 
     forward = importlib.import_module("nattn.cpu.forward")
     tile = tiles.choose_tile("float32", 1 << 20)
-    assembly = forward.forward_worker.inspect_asm(tile, tiles.block_kv("float32", 64))
+    assembly = forward.forward_worker.inspect_asm(tile)
     registers = {(x, int(n)) for x, n in re.findall(r"%([xyz]mm)(\d+)", assembly)}
 
     def count(loop: list[str], pattern: str) -> int:

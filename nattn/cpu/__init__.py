@@ -69,7 +69,7 @@ def warmup(dtypes: tuple[str, ...] = ("float32", "float64")) -> None:
     for dtype in dtypes:
         for rows in (1, 1 << 20):
             tile = tiles.choose_tile(dtype, rows)
-            forward_worker(tile, tiles.block_kv(dtype, 64))
+            forward_worker(tile)
             for storage, itemsize in (("bool", 1), (dtype, 4 if dtype == "float32" else 8)):
                 add_operand(tile, storage, itemsize)
         multiply_add(tiles.choose_tile(dtype, 1 << 20))

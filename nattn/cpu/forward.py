@@ -55,6 +55,8 @@ ARGS = Struct(
         "lse",
         # sizes
         *("Hq", "group", "Nq", "Nk", "D", "Dv"),
+        # keys of a block
+        "block",
         # streams of an item, heads in one, its rows and tiles; how the tiles form tasks
         *("streams", "heads", "rows", "tiles", "tiles_per_task", "tasks_per_stream"),
         # what is visible: addresses of int64 (B,), and numbers (left, right: -1 is open)
@@ -76,7 +78,7 @@ see, the number of lanes that hold a row, and whether the result has been writte
 
 
 @kernel("void(int64, int64)")
-def forward_worker(tile, block):
+def forward_worker(tile):
     """Run tasks until there are none left; `slot` numbers the worker, for its scratch.
 
     All loops are in this one function and the steps are leaves: LLVM optimises a function again
@@ -86,6 +88,7 @@ def forward_worker(tile, block):
 
     def worker(slot, args):
         a = view(ARGS, args)
+        block = a.block
         scratch = a.scratch + slot * a.scratch_bytes
         context = view(CONTEXT, scratch + a.context)
         columns = (a.Dv + nr - 1) // nr * nr

@@ -56,8 +56,11 @@ def plan(
     layout = tiles.scratch_layout(tile, block, per_task, D, Dv)
     return Plan(
         tile,
-        forward_worker(tile, block),
-        (Hq, group, Nq, Nk, D, Dv, streams, heads, rows, n_tiles, per_task, tasks_per_stream),
+        forward_worker(tile),
+        (
+            *(Hq, group, Nq, Nk, D, Dv, block),
+            *(streams, heads, rows, n_tiles, per_task, tasks_per_stream),
+        ),
         tuple(layout[name] for name in tiles.AREAS),
         layout["end"],
         B * streams * tasks_per_stream,
