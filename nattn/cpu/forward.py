@@ -39,7 +39,7 @@ from ..lanes import (
 from .jit import device, kernel
 from .micro import add_values, dot_keys
 from .score import CONTEXT, apply, lane_offsets
-from .softmax import running_softmax
+from .softmax import mark_hidden, note_hidden, running_softmax
 from .threads import enter, leave, stopped, take_task
 from .tiles import AREAS, STATE_BYTES
 
@@ -172,17 +172,13 @@ def forward_worker(tile):
                         if hides:
                             hide(tile, a, scratch, t, p, t_lo, rows)
                         as_computed = not a.n_functions and not hides and rows == groups * nr
-                        running_softmax(
-                            tile,
-                            p,
-                            rows,
-                            as_computed,
-                            top,
-                            scratch + a.row_max + t * row,
-                            scratch + a.row_sum + t * row,
-                            alpha,
-                            careful,
-                        )
+                        row_max = scratch + a.row_max + t * row
+                        row_sum = scratch + a.row_sum + t * row
+                        if careful:
+                            note_hidden(tile, p, rows, scratch + a.marks)
+                        running_softmax(tile, p, rows, as_computed, top, row_max, row_sum, alpha)
+                        if careful:
+                            mark_hidden(tile, p, rows, scratch + a.marks)
 
                         acc = scratch + a.acc + t * columns * row
                         add_values(

@@ -17,13 +17,13 @@ LOG2E = math.log2(math.e)
 
 
 @device
-def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha, mark_hidden):
+def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha):
     """Turn scores into probabilities relative to the running maximum, in place.
 
-    With `top_known` the vectors at address `top` hold the largest of these scores.
-    -inf is a hidden key: its probability is 0, and -0.0 with `mark_hidden`. A row that has seen
-    nothing yet keeps row_max = -inf, and no difference of two infinities is ever taken for it.
-    NaN in a score, or a score of +inf, makes row_sum NaN, and that stays.
+    With `top_known` the vectors at address `top` hold the largest of these scores. -inf is a
+    hidden key, of probability 0. A row that has seen nothing yet keeps row_max = -inf, and no
+    difference of two infinities is ever taken for it. NaN in a score, or a score of +inf, makes
+    row_sum NaN, and that stays.
     """
     row = tile.lanes * tile.itemsize
     for i in range(tile.MV):
@@ -43,15 +43,30 @@ def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha,
         shrink = exp2_nonpositive((old - largest) * LOG2E)
         store(alpha + at, shrink)
         total = splat(tile, 0.0)
-        if mark_hidden:
-            for n in range(rows):
-                s = load(tile, column + n * row)
-                p = exp2_nonpositive((s - largest) * LOG2E)
-                total += p
-                store(column + n * row, np.where(s == -np.inf, splat(tile, -0.0), p))
-        else:
-            for n in range(rows):
-                p = exp2_nonpositive((load(tile, column + n * row) - largest) * LOG2E)
-                total += p
-                store(column + n * row, p)
+        for n in range(rows):
+            p = exp2_nonpositive((load(tile, column + n * row) - largest) * LOG2E)
+            total += p
+            store(column + n * row, p)
         store(row_sum + at, load(tile, row_sum + at) * shrink + total)
+
+
+@device
+def note_hidden(tile, scores, rows, marks):
+    """Write 1 where a score is that of a hidden key, before it becomes a probability."""
+    size = tile.W * tile.itemsize
+    for n in range(rows * tile.MV):
+        s = load(tile, scores + n * size)
+        store(marks + n * size, np.where(s == -np.inf, splat(tile, 1.0), splat(tile, 0.0)))
+
+
+@device
+def mark_hidden(tile, probs, rows, marks):
+    """Make the probability of hidden keys -0.0; one that has underflowed stays +0.0.
+
+    Apart from `running_softmax`, which this keeps to one loop with its constants in registers.
+    """
+    size = tile.W * tile.itemsize
+    for n in range(rows * tile.MV):
+        hidden = load(tile, marks + n * size) > 0.0
+        p = load(tile, probs + n * size)
+        store(probs + n * size, np.where(hidden, splat(tile, -0.0), p))

@@ -20,7 +20,8 @@ CONTEXT_BYTES = 128
 
 AREAS = (
     *("queries", "acc", "row_max", "row_sum", "lane_lo", "lane_hi", "lane_head", "lane_row"),
-    *("states", "scores", "keys", "values", "alpha", "top", "bounds", "table", "context", "temp"),
+    *("states", "scores", "marks", "keys", "values"),
+    *("alpha", "top", "bounds", "table", "context", "temp"),
 )
 """A worker's scratch areas: see `scratch_layout`."""
 
@@ -97,8 +98,9 @@ def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[
 
     Each area starts on a cache line. Per tile of the task: queries ``[D][lanes]``, accumulators
     ``[Dv][lanes]``, running maxima and sums ``[lanes]``, first and last visible key, head and
-    query row ``[lanes]``, state. Shared by the tiles: scores ``[block][lanes]``, packed keys and
-    values of the block, one value for each lane, and what tile functions get.
+    query row ``[lanes]``, state. Shared by the tiles: scores and marks
+    ``[block][lanes]``, packed keys and values of the block, one value for each lane, and what
+    tile functions get.
     """
     size, lanes = tile.itemsize, tile.lanes
     columns = -(-Dv // tile.NR) * tile.NR
@@ -113,6 +115,7 @@ def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[
         "lane_row": tiles * lanes * 8,
         "states": tiles * STATE_BYTES,
         "scores": block * lanes * size,
+        "marks": block * lanes * size,
         "keys": block * D * size,
         "values": block * columns * size,
         "alpha": lanes * size,
