@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import threading
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, overload
 
@@ -27,6 +29,15 @@ class _Forward(Protocol):
 
 _MODULES = {"auto": "nattn.cpu.launch", "cpu": "nattn.cpu.launch", "reference": "nattn.reference"}
 _loaded: dict[str, _Forward] = {}  # a backend is imported when it is first used
+_import_lock = threading.RLock()
+
+if hasattr(os, "register_at_fork"):
+    # A fork in the middle of an import would leave its lock closed in the child for ever.
+    os.register_at_fork(
+        before=_import_lock.acquire,
+        after_in_parent=_import_lock.release,
+        after_in_child=_import_lock.release,
+    )
 
 
 def _forward(backend: str) -> _Forward:
@@ -37,7 +48,8 @@ def _forward(backend: str) -> _Forward:
             raise NotImplementedError(
                 "backend: expected 'auto', 'cpu' or 'reference', got 'cuda', which is not built yet"
             )
-        forward = _loaded[backend] = importlib.import_module(_MODULES[backend]).forward
+        with _import_lock:
+            forward = _loaded[backend] = importlib.import_module(_MODULES[backend]).forward
     return forward
 
 

@@ -296,7 +296,13 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
 
 
 def _native(x: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
-    return x if x.dtype.isnative else x.astype(dtype)
+    if x.dtype.isnative:
+        return x
+    # What is broadcast is converted once, and broadcast again.
+    once = x[
+        tuple(slice(0, 1 if n and not s else n) for n, s in zip(x.shape, x.strides, strict=True))
+    ]
+    return np.broadcast_to(once.astype(dtype), x.shape)
 
 
 def _shared_dtype(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> np.dtype:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -175,6 +176,15 @@ def fork_while_a_thread_calls() -> None:
         busy.result()
 
 
+def fork_during_the_first_call() -> None:
+    """Fork while another thread compiles: the child must find no lock closed for ever."""
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(right, 0)
+        time.sleep(0.5)
+        _in_fork(lambda: right(0))
+        first.result()
+
+
 def process_pool(method: str) -> None:
     """Call inside a process pool, after a call in the parent."""
     expected = [right(call) for call in range(len(CALLS))]
@@ -275,6 +285,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
         fork,
         fork_before_the_first_call,
         fork_while_a_thread_calls,
+        fork_during_the_first_call,
         process_pool,
         interrupt,
         threads_and_bits,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
+import mmap
+import os
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -257,6 +261,73 @@ def test_few_queries_of_a_group_share_the_lanes(Nq: int, Hkv: int) -> None:
     q, k, v, options = case.make(np.float32)
     check("cpu", q, k, v, **options)
     check("cpu", q, k, v)
+
+
+@pytest.fixture
+def wide_vectors(sizes: pytest.MonkeyPatch) -> Iterator[None]:
+    """Choose the tiles of a processor with AVX-512; LLVM splits vectors that are not there."""
+    host = tiles.cpu()
+    clear = (tiles.choose_tile.cache_clear, tiles.block_kv.cache_clear)
+    with sizes.context() as patch:
+        patch.setattr(tiles, "cpu", lambda: tiles.Cpu("wide", host.features, 64, 32, host.fma))
+        for cache in clear:
+            cache()
+        yield
+    for cache in clear:
+        cache()
+
+
+@pytest.mark.usefixtures("wide_vectors")
+def test_tiles_of_wider_vectors() -> None:
+    assert tiles.choose_tile("float32", 100).lanes == 48
+    for case in (c for c in CASES if c.B * c.Hq * c.Nq * (c.Nk or c.Nq) < 1_000_000):
+        q, k, v, options = case.make(np.float32)
+        check("cpu", q, k, v, **options)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory: nothing beside an array is read or written
+# ---------------------------------------------------------------------------------------------
+
+
+def guarded(x: Array, at_end: bool) -> Array:
+    """Copy an array to memory with a page before and one behind that may not be touched."""
+    page = mmap.PAGESIZE
+    middle = -(-max(x.nbytes, 1) // page) * page
+    memory = mmap.mmap(-1, middle + 2 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for fence in (start, start + page + middle):
+        assert libc.mprotect(ctypes.c_void_p(fence), page, 0) == 0
+    offset = page + (middle - x.nbytes if at_end else 0)
+    copy = np.frombuffer(memory, x.dtype, x.size, offset).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a fault must end a child, not the tests")
+@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_nothing_beside_the_arrays_is_touched(dtype: str, at_end: bool) -> None:
+    shapes = [(1, 1, 1, 1), (5, 3, 1, 2), (25, 131, 33, 7), (100, 195, 65, 30), (9, 193, 8, 67)]
+    nattn.attention(*qkv(1, 1, 2, 2, 8, dtype=dtype))  # compiled before the fork
+    with warnings.catch_warnings():  # of threads that the child does not have: it needs none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        for Nq, Nk, D, Dv in shapes:
+            q, k, _ = qkv(1, 2, Nq, Nk, D, dtype=dtype)
+            v = qkv(1, 2, Nq, Nk, Dv, dtype=dtype)[2]
+            mask = np.random.default_rng(0).random((Nq, Nk)) < 0.7
+            bias = np.zeros((2, 1, Nk), dtype)
+            arrays = [
+                guarded(x, at_end)
+                for x in (q, k, v, mask, bias, np.empty_like(q, shape=(1, 2, Nq, Dv)))
+            ]
+            nattn.attention(*arrays[:3], mask=arrays[3], bias=arrays[4], out=arrays[5])
+            nattn.attention(*arrays[:3], causal=True, window_size=(40, 3), out=arrays[5])
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_few_queries_fill_the_lanes() -> None:

@@ -491,3 +491,13 @@ def test_a_problem_is_frozen() -> None:
 def test_every_field_is_set() -> None:
     p = Problem.build(**base())
     assert set(vars(p)) == {field.name for field in fields(p)}
+
+
+def test_big_endian_broadcasts_are_not_materialised() -> None:
+    q = np.ones((1, 1, 50, 4), np.float32)
+    row = np.arange(50).astype(">f4")
+    bias = Problem.build(q, q, q, bias=np.broadcast_to(row, (50, 50))).bias
+    assert bias is not None
+    assert bias.dtype.isnative
+    assert bias.strides[2] == 0
+    np.testing.assert_array_equal(bias[0, 0, 7], row)

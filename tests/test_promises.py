@@ -618,6 +618,11 @@ def test_11_fork_before_the_first_call(child: Callable[..., str]) -> None:
 
 
 @forks
+def test_11_fork_during_the_first_call(child: Callable[..., str], tmp_path: Path) -> None:
+    child("fork_during_the_first_call", NATTN_CACHE_DIR=str(tmp_path))
+
+
+@forks
 @pytest.mark.parametrize("layer", LAYERS)
 def test_11_fork_while_a_thread_calls(child: Callable[..., str], layer: str) -> None:
     child("fork_while_a_thread_calls", **need(layer))

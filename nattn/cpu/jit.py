@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import NumbaError, NumbaWarning
 from numba.extending import register_jitable
 
@@ -39,14 +40,21 @@ device = register_jitable(error_model="numpy")
 _lock = threading.RLock()
 
 
-def _new_lock() -> None:
-    """Whoever held the lock when the process forked is not there to release it in the child."""
-    global _lock
-    _lock = threading.RLock()
+def _before_fork() -> None:
+    """Let a fork wait for the compiler: a lock held by a thread that is gone never opens."""
+    _lock.acquire()
+    global_compiler_lock.acquire()
+
+
+def _after_fork() -> None:
+    global_compiler_lock.release()
+    _lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+    )
 
 
 @functools.cache

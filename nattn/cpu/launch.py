@@ -115,7 +115,9 @@ def forward(
         lse[...] = -np.inf
         return
     dtype = "float32" if p.dtype.itemsize == 4 else "float64"
-    flops = 2.0 * p.B * p.Hq * p.Nq * p.Nk * (p.D + p.Dv)
+    # The softmax and each tile function are work, too: some operations for every score.
+    operands = (p.bias is not None) + (p.mask is not None)
+    flops = float(p.B * p.Hq * p.Nq * p.Nk) * (2 * (p.D + p.Dv) + 40 + 60 * operands)
     workers = 1 if flops < TINY else threads.thread_count()
     todo = plan(dtype, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, workers)
     workers = min(workers, todo.n_tasks)

@@ -16,6 +16,7 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from _thread import LockType
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -36,6 +37,8 @@ cannot be interrupted for some hundredths of a second, and one thread less has t
 _SPINS = 10_000
 """How often a worker that is done looks whether the others are: about a tenth of a millisecond,
 which is less than it takes to go to sleep and be woken."""
+
+_MOST_THREADS = 8 * max(os.cpu_count() or 1, numba.config.NUMBA_NUM_THREADS)
 
 Control = ctypes.Array[ctypes.c_int64]
 """The shared state of a job: next task, number of tasks (0 stops all), workers at work."""
@@ -86,29 +89,35 @@ class _Pool:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self._count = 0
+        self._pending = 0  # queued or running
         self._lock = threading.Lock()
 
-    def submit(self, worker: Any, slots: range, args: bytes, keep: object) -> list[LockType]:
-        """Queue a worker for each slot; return locks that open when they are done."""
+    def submit(
+        self, worker: Any, slots: range, args: bytes, keep: object, doors: list[LockType]
+    ) -> None:
+        """Queue a worker for each slot; add locks to `doors` that open when they are done."""
         with self._lock, contextlib.suppress(RuntimeError):  # no new threads at shutdown
-            while self._count < len(slots):
+            # Another thread's jobs may keep ours busy: a call must not wait for those.
+            while self._count < min(self._pending + len(slots), _MOST_THREADS):
                 threading.Thread(target=self._serve, name="nattn", daemon=True).start()
                 self._count += 1
         if self._count == 0:
-            return []
-        doors = []
+            return
         for slot in slots:
             door = threading.Lock()
             door.acquire()
+            with self._lock:
+                self._pending += 1
             doors.append(door)
             self._jobs.put((worker, slot, args, keep, door))
-        return doors
 
     def _serve(self) -> None:
         while True:
             worker, slot, args, keep, door = self._jobs.get()
             worker(slot, args)
             door.release()
+            with self._lock:
+                self._pending -= 1
             del worker, args, keep, door  # hold no memory while idle
 
 
@@ -181,11 +190,11 @@ def run(
     waits = flops >= SHORT and (main or progress is not None)
     doors: list[LockType] = []
     try:
-        doors = _pool.submit(worker, range(0 if waits else 1, threads), args, keep)
+        _pool.submit(worker, range(0 if waits else 1, threads), args, keep, doors)
         if not (waits and doors):
             worker(0, args)
         # A worker that comes late finds no task: there is no need to wait for it.
-        while waits or control[2]:
+        while control[0] < control[1] or control[2]:
             if _opened(doors, 0.1):
                 break
             if progress is not None:
@@ -212,4 +221,6 @@ def _settle(doors: list[LockType], control: Control) -> None:
     settled = False
     while not settled:
         with contextlib.suppress(KeyboardInterrupt):
-            settled = _opened(doors, 0.1) or not control[2]
+            if not _opened(doors, 0.1) or control[2]:
+                time.sleep(0.001)
+            settled = control[2] == 0
