@@ -195,7 +195,7 @@ def run(
             worker(0, args)
         # A worker that comes late finds no task: there is no need to wait for it.
         while control[0] < control[1] or control[2]:
-            if _opened(doors, 0.1):
+            if _opened(doors, 0.1 if waits else 0.002):
                 break
             if progress is not None:
                 progress(max(0.0, min(1.0, (control[0] - len(doors)) / control[1])))
