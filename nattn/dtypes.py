@@ -13,9 +13,6 @@ FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 
-COMPUTE = (FLOAT32, FLOAT64)
-"""Types of q, k, v and out; each accumulates in itself."""
-
 BIAS = (FLOAT16, FLOAT32, FLOAT64)
 """Types of a bias, which is rounded to the compute type as it is read."""
 

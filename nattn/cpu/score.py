@@ -8,8 +8,8 @@ whatever is passed, and a call composes any list of them:
 
 All four are addresses. `scores` is the tile, ``[n_keys][lanes]``, changed in place; -inf hides a
 key. `deriv` is 0, or a tile that is multiplied by the derivative. `context` holds the integers
-named below; `params` what was bound: addresses and strides. The flags are 0 or a sum of the bits
-below; a tile function cannot raise.
+named below; `params` what was bound: addresses and strides. A tile function cannot raise: the
+flags say what went wrong, and 0 that nothing did.
 
 A boolean mask is a bias of 0 and -inf, so mask and bias are one function, for each type in which
 they are stored.
@@ -53,9 +53,6 @@ CONTEXT = Struct(
     ),
 )
 """Which scores a tile holds."""
-
-# Bits of the flags.
-INDEX_ERROR = 1
 
 
 @device
