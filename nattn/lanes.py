@@ -21,7 +21,8 @@ No operation here carries fast-math flags: NaN and Inf keep their meaning. ``fma
 ``llvm.fmuladd``: one instruction where the processor has it and two where it has not
 (``llvm.fma`` would call a library function there, 60 times slower).
 
-This is the one file on the CPU side that speaks LLVM.
+With `elementary`, which holds the formulas, and `dual`, which differentiates them, this is the one
+file on the CPU side that speaks LLVM.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ from numba.extending import (
     typeof_impl,
 )
 
-I32 = ir.IntType(32)
-I64 = ir.IntType(64)
+from . import elementary
+from .elementary import I32, I64, Vector
+
 _LLVM = {
     types.float32: ir.FloatType(),
     types.float64: ir.DoubleType(),
@@ -273,438 +275,6 @@ def view(typingctx: Any, struct: Any, address: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------
-# Writing LLVM: a vector value with Python's operators, so that the formulas below read as such
-# ---------------------------------------------------------------------------------------------
-
-
-class _V:
-    """An LLVM vector under construction: operators emit instructions."""
-
-    def __init__(self, b: ir.IRBuilder, value: Any) -> None:
-        self.b = b
-        self.value = value
-        self.type = value.type
-        self.element = value.type.element
-        self.is_float = not isinstance(self.element, ir.IntType)
-
-    def const(self, x: Any) -> _V:
-        """Broadcast a Python number (or pass a `_V`) to this type."""
-        if isinstance(x, _V):
-            return x
-        if self.is_float:
-            x = float(np.float32(x)) if isinstance(self.element, ir.FloatType) else float(x)
-        return _V(self.b, ir.Constant(self.type, [x] * self.type.count))
-
-    def _op(self, name: str, other: Any) -> _V:
-        prefix = "f" if self.is_float else ""
-        emit = getattr(self.b, prefix + name)
-        return _V(self.b, emit(self.value, self.const(other).value))
-
-    def __add__(self, o: Any) -> _V:
-        return self._op("add", o)
-
-    def __sub__(self, o: Any) -> _V:
-        return self._op("sub", o)
-
-    def __mul__(self, o: Any) -> _V:
-        return self._op("mul", o)
-
-    def __truediv__(self, o: Any) -> _V:
-        return self._op("div", o)
-
-    def __neg__(self) -> _V:
-        if self.is_float:
-            return _V(self.b, self.b.fneg(self.value))
-        return self.const(0) - self
-
-    def _bitwise(self, name: str, o: Any) -> _V:
-        return _V(self.b, getattr(self.b, name)(self.value, self.const(o).value))
-
-    def __and__(self, o: Any) -> _V:
-        return self._bitwise("and_", o)
-
-    def __or__(self, o: Any) -> _V:
-        return self._bitwise("or_", o)
-
-    def __xor__(self, o: Any) -> _V:
-        return self._bitwise("xor", o)
-
-    def __invert__(self) -> _V:
-        return _V(self.b, self.b.not_(self.value))
-
-    def __lshift__(self, o: Any) -> _V:
-        return self._bitwise("shl", o)
-
-    def __rshift__(self, o: Any) -> _V:
-        return self._bitwise("ashr", o)
-
-    def cmp(self, op: str, o: Any) -> _V:
-        """Compare as NumPy does: with a NaN only ``!=`` is true."""
-        y = self.const(o).value
-        if not self.is_float:
-            return _V(self.b, self.b.icmp_signed(op, self.value, y))
-        emit = self.b.fcmp_unordered if op == "!=" else self.b.fcmp_ordered
-        return _V(self.b, emit(op, self.value, y))
-
-    def where(self, x: Any, y: Any) -> _V:
-        """Select by this boolean vector; one of x and y may be a number."""
-        x = x if isinstance(x, _V) else y.const(x)
-        y = x.const(y)
-        return _V(self.b, self.b.select(self.value, x.value, y.value))
-
-    def call(self, name: str, *args: Any) -> _V:
-        """Call an LLVM intrinsic on vectors of this type."""
-        operands = [self.value] + [self.const(a).value for a in args]
-        suffix = {"float": "f32", "double": "f64"}.get(str(self.element), str(self.element))
-        fn = cgutils.get_or_insert_function(
-            self.b.module,
-            ir.FunctionType(self.type, [self.type] * len(operands)),
-            f"llvm.{name}.v{self.type.count}{suffix}",
-        )
-        return _V(self.b, self.b.call(fn, operands))
-
-    def fma(self, y: Any, z: Any) -> _V:
-        """Return self * y + z, fused where the processor can."""
-        return self.call("fmuladd", y, z)
-
-    def abs(self) -> _V:
-        """Return the magnitude."""
-        if self.is_float:
-            return self.call("fabs")
-        return self.cmp("<", 0).where(-self, self)
-
-    def isnan(self) -> _V:
-        """Return where the value is NaN."""
-        return self.cmp("!=", self)
-
-    def bits(self) -> _V:
-        """Return the float's bits as an integer vector."""
-        integer = I32 if isinstance(self.element, ir.FloatType) else I64
-        return _V(self.b, self.b.bitcast(self.value, ir.VectorType(integer, self.type.count)))
-
-    def as_float(self) -> _V:
-        """Return integer bits as a float vector."""
-        real = ir.FloatType() if self.element == I32 else ir.DoubleType()
-        return _V(self.b, self.b.bitcast(self.value, ir.VectorType(real, self.type.count)))
-
-    def poly(self, coefficients: tuple[float, ...]) -> _V:
-        """Evaluate ``c[0] + c[1] x + ...``.
-
-        Short polynomials by Horner's rule; long ones in pieces of four terms, which do not wait
-        for each other. Measured: more pieces cost more multiplications than they save in time.
-        """
-        pieces = [coefficients]
-        if len(coefficients) > 6:
-            pieces = [coefficients[n : n + 4] for n in range(0, len(coefficients), 4)]
-        values = []
-        for piece in pieces:
-            p = self.const(piece[-1])
-            for c in reversed(piece[:-1]):
-                p = p.fma(self, c)
-            values.append(p)
-        if len(values) > 1:
-            square = self * self
-            fourth = square * square
-            while len(values) > 1:
-                high, low = values.pop(), values.pop()
-                values.append(high.fma(fourth, low))
-        return values[0]
-
-
-@dataclass(frozen=True)
-class _Format:
-    """The numbers behind the elementary functions of one float format.
-
-    Polynomials are minimax fits (Remez exchange, relative error): exp2 holds (2**f - 1) / f on
-    |f| <= 1/2, expm1 holds (e**r - 1 - r) / r**2 on |r| <= ln(2)/2, log holds
-    (log(m) - 2 s) / s**3 in s**2 with s = (m - 1) / (m + 1) for 1/sqrt(2) <= m <= sqrt(2). Their
-    errors are at most 0.1 units in the last place. fast_exp2 is like exp2, on 0 <= f <= 1 and of a
-    lower degree, with the least absolute error of 2**f: 1 and 1.4 units.
-    """
-
-    mantissa: int
-    bias: int
-    max_exp: float  # exp overflows above ln of the largest number: a bound just past it
-    ln2_hi: float  # ln 2 with enough low bits zero that n * ln2_hi is exact
-    ln2_lo: float
-    exp2: tuple[float, ...]
-    fast_exp2: tuple[float, ...]
-    expm1: tuple[float, ...]
-    log: tuple[float, ...]
-    tanh_one: float  # 2 |x| from which tanh rounds to 1
-
-    @property
-    def magic(self) -> float:
-        """Adding it rounds to an integer n and leaves n + bias in the low bits."""
-        return 1.5 * 2.0**self.mantissa + self.bias
-
-
-_FORMATS = {
-    "float": _Format(
-        mantissa=23,
-        bias=127,
-        max_exp=89.0,
-        ln2_hi=0.693359375,
-        ln2_lo=-2.12194440e-4,
-        exp2=(
-            0.6931472028495415294,
-            0.2402264791458266147,
-            0.05550332478834952884,
-            0.009618437260951800683,
-            0.001339887211301415275,
-            0.0001535338550226672634,
-        ),
-        fast_exp2=(
-            0.6931524666024186883,
-            0.2401528465828159484,
-            0.05583582286719485186,
-            0.008973492093952894208,
-            0.001885253799630546739,
-        ),
-        expm1=(
-            0.500000006191551739,
-            0.166665430054116658,
-            0.0416662820733005721,
-            0.0083665826746382088,
-            0.00139464476073637626,
-        ),
-        log=(
-            0.666666656416912698,
-            0.400003361495028002,
-            0.285372420152704036,
-            0.235835080435567105,
-        ),
-        tanh_one=20.0,
-    ),
-    "double": _Format(
-        mantissa=52,
-        bias=1023,
-        max_exp=710.0,
-        ln2_hi=0.69314718036912381649,
-        ln2_lo=1.90821492927058770002e-10,
-        exp2=(
-            0.6931471805599453258,
-            0.2402265069591013124,
-            0.05550410866482008415,
-            0.00961812910759412694,
-            0.001333355814677447008,
-            0.0001540353045710444698,
-            0.00001525273349323143044,
-            1.321543528576019463e-6,
-            1.017819953992926162e-7,
-            7.073782703314706358e-9,
-            4.434774879930105293e-10,
-        ),
-        fast_exp2=(
-            0.693147180559896917,
-            0.2402265069614444358,
-            0.05550410862556106865,
-            0.009618129432894054307,
-            0.001333354268628335434,
-            0.0001540398388999080479,
-            0.00001524425942627046024,
-            1.331631898299861894e-6,
-            9.443244685513519693e-8,
-            9.988903537544724458e-9,
-        ),
-        expm1=(
-            0.5,
-            0.166666666666666766,
-            0.0416666666666667013,
-            0.00833333333332161907,
-            0.00138888888888668556,
-            0.000198412698861510476,
-            0.0000248015873605193485,
-            2.75572441889184747e-6,
-            2.75572427926017765e-7,
-            2.51090426009112634e-8,
-            2.09244327409294441e-9,
-        ),
-        log=(
-            0.666666666666666609,
-            0.400000000000062807,
-            0.28571428569074562,
-            0.222222226485526454,
-            0.181817755219791277,
-            0.153870971388067413,
-            0.132499722585920799,
-            0.132526712105804267,
-        ),
-        tanh_one=44.0,
-    ),
-}
-
-
-def _format(x: _V) -> _Format:
-    return _FORMATS[str(x.element)]
-
-
-def _round_to_int(x: _V) -> tuple[_V, _V]:
-    """Split x into its nearest integer: (n as a float, bits of which the low end is n + bias)."""
-    t = x + _format(x).magic
-    return t - _format(x).magic, t.bits()
-
-
-def _power_of_two(n_plus_bias: _V, k: _Format) -> _V:
-    """Return 2**n from n + bias; n = -bias gives exactly 0."""
-    return (n_plus_bias << k.mantissa).as_float()
-
-
-def _exp2_reduced(x: _V) -> tuple[_V, _V, _V]:
-    """Write 2**x as 2**f 2**n with |f| <= 1/2: (2**f, n as a float, the bits of n)."""
-    n, bits = _round_to_int(x)
-    f = x - n
-    return f.fma(f.poly(_format(x).exp2), f.const(1.0)), n, bits
-
-
-def _exp2_nonpositive(x: _V) -> _V:
-    """2**x for x <= 0 or NaN, exactly 0 below the smallest normal number and 1 at 0.
-
-    The running softmax spends most of its time here, so this is not `_exp2`: a shorter polynomial
-    (relative error at most 2 eps), and floor(x) in place of the nearest integer. That leaves a
-    factor 1 <= 2**f <= 2, so whatever has a power of two other than 0 is a normal number and
-    nothing needs a select.
-    """
-    k = _format(x)
-    x = x.const(-k.bias).cmp(">", x).where(-float(k.bias), x)  # one instruction; NaN passes
-    n = x.call("floor")
-    f = x - n
-    p = f.fma(f.poly(k.fast_exp2), f.const(1.0))
-    return p * _power_of_two((n + k.magic).bits(), k)
-
-
-def _scale(p: _V, n: _V, k: _Format) -> _V:
-    """p * 2**n, in two halves so that neither factor overflows; subnormal results become 0."""
-    half, half_bits = _round_to_int(n * 0.5)
-    _, rest_bits = _round_to_int(n - half)
-    y = p * _power_of_two(half_bits, k) * _power_of_two(rest_bits, k)
-    return y.cmp("<", 2.0 ** (1 - k.bias)).where(0.0, y)
-
-
-def _clamp(x: _V, lo: float, hi: float) -> _V:
-    """Limit x, and let NaN pass."""
-    x = x.cmp("<", lo).where(lo, x)
-    return x.cmp(">", hi).where(hi, x)
-
-
-def _exp2(x: _V) -> _V:
-    k = _format(x)
-    p, n, _ = _exp2_reduced(_clamp(x, -k.bias - 2.0, k.bias + 2.0))
-    return _scale(p, n, k)
-
-
-def _reduce_exp(x: _V) -> tuple[_V, _V]:
-    """Write e**x as 2**n e**r with |r| <= ln(2)/2 (Cody and Waite's two-part ln 2)."""
-    k = _format(x)
-    n, _ = _round_to_int(x * math.log2(math.e))
-    r = (-n).fma(k.ln2_lo, (-n).fma(k.ln2_hi, x))
-    return n, r
-
-
-def _exp(x: _V) -> _V:
-    k = _format(x)
-    x = _clamp(x, -k.max_exp, k.max_exp)
-    n, r = _reduce_exp(x)
-    return _scale((r * r).fma(r.poly(k.expm1), r) + 1.0, n, k)
-
-
-def _tanh(x: _V) -> _V:
-    """tanh |x| = e / (e + 2) with e = exp(2 |x|) - 1, which keeps full precision near 0."""
-    k = _format(x)
-    a = x.abs()
-    y = (a + a).cmp(">", k.tanh_one).where(k.tanh_one, a + a)
-    n, r = _reduce_exp(y)
-    em1 = (r * r).fma(r.poly(k.expm1), r)
-    two_n = _power_of_two(_round_to_int(n)[1], k)
-    e = two_n.fma(em1, two_n - 1.0)
-    return (e / (e + 2.0)).call("copysign", x)
-
-
-def _log(x: _V) -> _V:
-    """log(2**e m) = e ln 2 + 2 atanh((m - 1) / (m + 1)) with m near 1."""
-    k = _format(x)
-    tiny = x.cmp("<", 2.0 ** (1 - k.bias))
-    y = tiny.where(x * 2.0 ** (k.mantissa + 1), x)
-    # Subtracting the bits of 1/sqrt(2) moves the exponent's step there.
-    root = np.array(math.sqrt(0.5), np.float32 if k.mantissa == 23 else np.float64)
-    root_bits = int(root.view(f"i{root.itemsize}"))
-    steps = (y.bits() - root_bits) >> k.mantissa
-    m = (y.bits() - (steps << k.mantissa)).as_float()
-    e = _V(x.b, x.b.sitofp(steps.value, x.type)) - tiny.where(y.const(k.mantissa + 1.0), 0.0)
-    s = (m - 1.0) / (m + 1.0)
-    z = s * s
-    # log m = 2 s + s z g(z), summed from the small end; e ln2_hi is exact.
-    small = e.fma(k.ln2_lo, s * z * z.poly(k.log))
-    y = e.fma(k.ln2_hi, small + (s + s))
-    y = x.cmp("==", math.inf).where(math.inf, y)
-    y = x.cmp("==", 0.0).where(-math.inf, y)
-    return (x.cmp("<", 0.0) | x.isnan()).where(math.nan, y)
-
-
-def _maximum(x: _V, y: _V) -> _V:
-    """NumPy's maximum: a NaN on either side wins."""
-    keep = x.cmp(">", y)
-    return (keep | x.isnan() if x.is_float else keep).where(x, y)
-
-
-def _minimum(x: _V, y: _V) -> _V:
-    keep = x.cmp("<", y)
-    return (keep | x.isnan() if x.is_float else keep).where(x, y)
-
-
-def _python_max(x: _V, y: _V) -> _V:
-    """Python's max: the first argument unless the second is greater."""
-    return y.cmp(">", x).where(y, x)
-
-
-def _python_min(x: _V, y: _V) -> _V:
-    return y.cmp("<", x).where(y, x)
-
-
-def _floor_divide(x: _V, y: _V) -> _V:
-    """Floor as Python does; an integer divisor of 0 gives 0.
-
-    The divisors 0 and -1 never reach the divide instruction, which would kill the process.
-    """
-    if x.is_float:
-        return _float_divmod(x, y)[0]
-    b = x.b
-    safe = (y.cmp("==", 0) | y.cmp("==", -1)).where(1, y)
-    q = _V(b, b.sdiv(x.value, safe.value))
-    r = x - q * safe
-    q = (r.cmp("!=", 0) & (r ^ safe).cmp("<", 0)).where(q - 1, q)
-    q = y.cmp("==", -1).where(-x, q)
-    return y.cmp("==", 0).where(0, q)
-
-
-def _remainder(x: _V, y: _V) -> _V:
-    """Return the remainder with the divisor's sign, as Python's % does."""
-    if x.is_float:
-        return _float_divmod(x, y)[1]
-    b = x.b
-    safe = (y.cmp("==", 0) | y.cmp("==", -1)).where(1, y)
-    r = _V(b, b.srem(x.value, safe.value))
-    return (r.cmp("!=", 0) & (r ^ safe).cmp("<", 0)).where(r + safe, r)
-
-
-def _float_divmod(x: _V, y: _V) -> tuple[_V, _V]:
-    """Return x // y and x % y: the quotient is taken of what the exact remainder leaves.
-
-    The floor of a rounded x / y would be wrong: 1 // 0.1 is 9.
-    """
-    b, ratio = x.b, x / y
-    r = _V(b, b.frem(x.value, y.value))
-    q = (x - r) / y
-    other_sign = r.cmp("!=", 0.0) & (r.cmp("<", 0.0) ^ y.cmp("<", 0.0))
-    q, r = other_sign.where(q - 1.0, q), other_sign.where(r + y, r)
-    r = r.cmp("==", 0.0).where(r.const(0.0).call("copysign", y), r)
-    floor = q.call("floor")
-    floor = (q - floor).cmp(">", 0.5).where(floor + 1.0, floor)
-    floor = q.cmp("==", 0.0).where(q.const(0.0).call("copysign", ratio), floor)
-    return y.cmp("==", 0.0).where(ratio, floor), r
-
-
-# ---------------------------------------------------------------------------------------------
 # Operators and NumPy functions on lanes
 # ---------------------------------------------------------------------------------------------
 
@@ -735,21 +305,21 @@ def _common(args: tuple[Any, ...]) -> Lanes | None:
     return first.of(types.int64 if wide else types.int32)
 
 
-def _operand(context: Any, b: Any, value: Any, ty: Any, to: Lanes) -> _V:
+def _operand(context: Any, b: Any, value: Any, ty: Any, to: Lanes) -> Vector:
     """Convert a scalar or lanes to lanes of type `to`."""
     if not isinstance(ty, Lanes):
-        return _V(b, _broadcast(b, context.cast(b, value, ty, to.dtype), to.width))
+        return Vector(b, _broadcast(b, context.cast(b, value, ty, to.dtype), to.width))
     if ty.dtype == to.dtype:
-        return _V(b, value)
+        return Vector(b, value)
     if isinstance(to.dtype, types.Float):
         if isinstance(ty.dtype, types.Boolean):
-            return _V(b, b.uitofp(value, to.llvm))
+            return Vector(b, b.uitofp(value, to.llvm))
         if isinstance(ty.dtype, types.Integer):
-            return _V(b, b.sitofp(value, to.llvm))
-        return _V(b, (b.fpext if to.dtype == types.float64 else b.fptrunc)(value, to.llvm))
+            return Vector(b, b.sitofp(value, to.llvm))
+        return Vector(b, (b.fpext if to.dtype == types.float64 else b.fptrunc)(value, to.llvm))
     if isinstance(ty.dtype, types.Boolean):
-        return _V(b, b.zext(value, to.llvm))
-    return _V(b, b.sext(value, to.llvm))
+        return Vector(b, b.zext(value, to.llvm))
+    return Vector(b, b.sext(value, to.llvm))
 
 
 def _broadcast(b: Any, x: Any, width: int) -> Any:
@@ -761,7 +331,7 @@ def _broadcast(b: Any, x: Any, width: int) -> Any:
 Typer = Callable[..., Any]  # Lanes, or None
 
 
-def _define(fn: Any, meet: Typer, result: Typer, emit: Callable[..., _V], arity: int) -> None:
+def _define(fn: Any, meet: Typer, result: Typer, emit: Callable[..., Vector], arity: int) -> None:
     """Teach Numba the function `fn` on lanes.
 
     `meet` gives the lane type to which the arguments are converted, `result` the type of the
@@ -830,15 +400,15 @@ for _op, _emit, _meet in (
     (operator.sub, operator.sub, _numeric),
     (operator.mul, operator.mul, _product),
     (operator.truediv, operator.truediv, _real),
-    (operator.floordiv, _floor_divide, _numeric),
-    (operator.mod, _remainder, _numeric),
+    (operator.floordiv, elementary.floor_divide, _numeric),
+    (operator.mod, elementary.remainder, _numeric),
     (operator.and_, operator.and_, _bits),
     (operator.or_, operator.or_, _bits),
     (operator.xor, operator.xor, _bits),
-    (np.minimum, _minimum, _numeric),
-    (np.maximum, _maximum, _numeric),
-    (min, _python_min, _numeric),
-    (max, _python_max, _numeric),
+    (np.minimum, elementary.minimum, _numeric),
+    (np.maximum, elementary.maximum, _numeric),
+    (min, elementary.python_min, _numeric),
+    (max, elementary.python_max, _numeric),
 ):
     _define(_op, _meet, _meet, _emit, 2)
     _inplace = getattr(operator, f"i{_op.__name__.strip('_')}", None)
@@ -846,7 +416,7 @@ for _op, _emit, _meet in (
         _define(_inplace, _meet, _meet, _emit, 2)
 
 
-def _comparison(symbol: str) -> Callable[[_V, _V], _V]:
+def _comparison(symbol: str) -> Callable[[Vector, Vector], Vector]:
     return lambda x, y: x.cmp(symbol, y)
 
 
@@ -863,17 +433,17 @@ for _op, _symbol in (
 for _op, _unary, _meet in (
     (operator.neg, operator.neg, _numeric),
     (operator.invert, operator.invert, _bits),
-    (abs, _V.abs, _numeric),
-    (np.abs, _V.abs, _numeric),
+    (abs, Vector.abs, _numeric),
+    (np.abs, Vector.abs, _numeric),
     (np.sqrt, lambda x: x.call("sqrt"), _real),
-    (np.exp, _exp, _real),
-    (np.exp2, _exp2, _real),
-    (np.log, _log, _real),
-    (np.tanh, _tanh, _real),
+    (np.exp, elementary.exp, _real),
+    (np.exp2, elementary.exp2, _real),
+    (np.log, elementary.log, _real),
+    (np.tanh, elementary.tanh, _real),
     (math.sqrt, lambda x: x.call("sqrt"), _real),
-    (math.exp, _exp, _real),
-    (math.log, _log, _real),
-    (math.tanh, _tanh, _real),
+    (math.exp, elementary.exp, _real),
+    (math.log, elementary.log, _real),
+    (math.tanh, elementary.tanh, _real),
 ):
     _define(_op, _meet, _meet, _unary, 1)
 
@@ -893,7 +463,7 @@ def _type_where(context: Any) -> Any:
 def _lower_where(context: Any, b: Any, sig: Any, args: Any) -> Any:
     to = sig.return_type
     x, y = (_operand(context, b, args[i], sig.args[i], to) for i in (1, 2))
-    return _V(b, args[0]).where(x, y).value
+    return Vector(b, args[0]).where(x, y).value
 
 
 for _x in (Lanes, types.Number, types.Boolean):
@@ -922,7 +492,7 @@ def exp2_nonpositive(typingctx: Any, x: Any) -> Any:
     The relative error is at most 2 eps; exactly 1 at 0, and exactly 0 where 2**x is below the
     smallest normal number.
     """
-    return x(x), lambda context, b, sig, args: _exp2_nonpositive(_V(b, args[0])).value
+    return x(x), lambda context, b, sig, args: elementary.exp2_nonpositive(Vector(b, args[0])).value
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1041,13 +611,13 @@ def outer_fma(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         _, acc_, a_, x_, stride_ = args
         size = tile.tile.itemsize * to.width
-        vectors = [_V(b, _load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
+        vectors = [Vector(b, _load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
         out = acc_
         for j in range(nr):
             scalar = _load(b, b.add(x_, b.mul(stride_, I64(j))), _LLVM[to.dtype])
-            spread = _V(b, _broadcast(b, scalar, to.width))
+            spread = Vector(b, _broadcast(b, scalar, to.width))
             for i in range(mv):
-                old = _V(b, b.extract_value(acc_, j * mv + i))
+                old = Vector(b, b.extract_value(acc_, j * mv + i))
                 out = b.insert_value(out, vectors[i].fma(spread, old).value, j * mv + i)
         return out
 
@@ -1069,9 +639,9 @@ def store_tile(typingctx: Any, tile: Any, acc: Any, address: Any, top: Any) -> A
             _store(b, b.add(args[2], I64(n * size)), b.extract_value(args[1], n))
         for i in range(mv):
             at = b.add(args[3], I64(i * size))
-            largest = _V(b, _load(b, at, to.llvm))
+            largest = Vector(b, _load(b, at, to.llvm))
             for j in range(nr):
-                x = _V(b, b.extract_value(args[1], j * mv + i))
+                x = Vector(b, b.extract_value(args[1], j * mv + i))
                 largest = x.cmp(">", largest).where(x, largest)
             _store(b, at, largest.value)
         return context.get_dummy_value()
@@ -1090,14 +660,14 @@ def outer_fma_visible(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, strid
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         _, acc_, a_, x_, stride_ = args
         size = tile.tile.itemsize * to.width
-        vectors = [_V(b, _load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
+        vectors = [Vector(b, _load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
         hidden = [v.bits().cmp("<", 0) for v in vectors]
         out = acc_
         for j in range(nr):
             scalar = _load(b, b.add(x_, b.mul(stride_, I64(j))), _LLVM[to.dtype])
-            spread = _V(b, _broadcast(b, scalar, to.width))
+            spread = Vector(b, _broadcast(b, scalar, to.width))
             for i in range(mv):
-                old = _V(b, b.extract_value(acc_, j * mv + i))
+                old = Vector(b, b.extract_value(acc_, j * mv + i))
                 new = hidden[i].where(old, vectors[i].fma(spread, old))
                 out = b.insert_value(out, new.value, j * mv + i)
         return out
@@ -1112,11 +682,11 @@ def rescale_add_tile(typingctx: Any, tile: Any, acc: Any, address: Any, alpha: A
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         size = tile.tile.itemsize * to.width
-        factors = [_V(b, _load(b, b.add(args[3], I64(i * size)), to.llvm)) for i in range(mv)]
+        factors = [Vector(b, _load(b, b.add(args[3], I64(i * size)), to.llvm)) for i in range(mv)]
         for n in range(mv * nr):
             at = b.add(args[2], I64(n * size))
-            old = _V(b, _load(b, at, to.llvm))
-            new = old.fma(factors[n % mv], _V(b, b.extract_value(args[1], n)))
+            old = Vector(b, _load(b, at, to.llvm))
+            new = old.fma(factors[n % mv], Vector(b, b.extract_value(args[1], n)))
             _store(b, at, new.value)
         return context.get_dummy_value()
 
@@ -1143,9 +713,9 @@ def _storage_name(storage: Any) -> str:
 
 def _from_storage(b: Any, x: Any, storage: str, to: Lanes) -> Any:
     """Convert a vector as it is stored to the tile's floats; True is 0 and False -inf."""
-    v = _V(b, x)
+    v = Vector(b, x)
     if storage == "bool":
-        zero = _V(b, ir.Constant(to.llvm, [0.0] * to.width))
+        zero = Vector(b, ir.Constant(to.llvm, [0.0] * to.width))
         return v.cmp("!=", 0).where(zero, -math.inf).value
     if storage == "float16":
         return _half_to_float(v, to).value
@@ -1154,19 +724,19 @@ def _from_storage(b: Any, x: Any, storage: str, to: Lanes) -> Any:
     return (b.fpext if storage == "float32" else b.fptrunc)(x, to.llvm)
 
 
-def _half_to_float(x: _V, to: Lanes) -> _V:
+def _half_to_float(x: Vector, to: Lanes) -> Vector:
     """Convert half floats by their bits: not every processor has the instruction.
 
     Moved to float32's place the exponent is 112 too small: one exact product mends it, for
     subnormal numbers too. Inf and NaN get the full exponent.
     """
     b = x.b
-    wide = _V(b, b.zext(x.value, ir.VectorType(I32, to.width)))
+    wide = Vector(b, b.zext(x.value, ir.VectorType(I32, to.width)))
     magnitude = ((wide & 0x7FFF) << 13).as_float() * 2.0**112
     special = (wide & 0x7C00).cmp("==", 0x7C00).where(0x7F800000, wide.const(0))
     sign = (wide & 0x8000) << 16
     y = (magnitude.bits() | special | sign).as_float()
-    return _V(b, b.fpext(y.value, to.llvm)) if to.dtype == types.float64 else y
+    return Vector(b, b.fpext(y.value, to.llvm)) if to.dtype == types.float64 else y
 
 
 def _lane_address(b: Any, base: Any, offsets: Any, lane: int) -> Any:
@@ -1263,9 +833,9 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     array = context.make_array(sig.args[0])(context, b, args[0])
     count, stride = (b.extract_value(x, 0) for x in (array.shape, array.strides))
     i = _operand(context, b, args[1], sig.args[1], to.of(types.int64))
-    n, step = (_V(b, _broadcast(b, x, to.width)) for x in (count, stride))
-    i = _minimum(i.cmp("<", 0).where(i + n, i), n - 1)
-    offsets = (_maximum(i, i.const(0)) * step).value
+    n, step = (Vector(b, _broadcast(b, x, to.width)) for x in (count, stride))
+    i = elementary.minimum(i.cmp("<", 0).where(i + n, i), n - 1)
+    offsets = (elementary.maximum(i, i.const(0)) * step).value
     nothing = cgutils.alloca_once_value(b, I64(0))
     base = b.select(
         b.icmp_signed(">", count, I64(0)),
@@ -1281,7 +851,7 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     if isinstance(dtype, types.Float):
         return _from_storage(b, x, str(dtype), to)
     if not integer:
-        return _V(b, x).cmp("!=", 0).value
+        return Vector(b, x).cmp("!=", 0).value
     if dtype.bitwidth == to.dtype.bitwidth:
         return x
     return (b.sext if dtype.signed else b.zext)(x, to.llvm)

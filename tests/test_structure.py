@@ -22,14 +22,15 @@ ROWS = (  # each uses only the rows under it
     {"problem"},
     {"masks", "mods"},
     {"dual"},
-    {"lanes", "dtypes", "progress"},
+    {"lanes"},
+    {"elementary", "dtypes", "progress", "functions"},
 )
 HEIGHT = {room: len(ROWS) - i for i, row in enumerate(ROWS) for room in row}
 BACKENDS = {"cpu", "reference", "cuda"}
 SIBLINGS = {("__init__", "api"), ("__init__", "positional")}
 """The package's own face shows what its row offers."""
 
-LLVM = {"lanes", "dual"}
+LLVM = {"elementary", "lanes", "dual"}
 LLVM_VERSION_ONLY = {"__main__"}
 JIT = {"njit", "jit", "cfunc", "vectorize", "guvectorize"}
 
