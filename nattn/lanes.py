@@ -394,58 +394,67 @@ def _truth(*args: Any) -> Lanes | None:
     return None if to is None else to.of(types.boolean)
 
 
-_op: Any
-for _op, _emit, _meet in (
-    (operator.add, operator.add, _numeric),
-    (operator.sub, operator.sub, _numeric),
-    (operator.mul, operator.mul, _product),
-    (operator.truediv, operator.truediv, _real),
-    (operator.floordiv, elementary.floor_divide, _numeric),
-    (operator.mod, elementary.remainder, _numeric),
-    (operator.and_, operator.and_, _bits),
-    (operator.or_, operator.or_, _bits),
-    (operator.xor, operator.xor, _bits),
-    (np.minimum, elementary.minimum, _numeric),
-    (np.maximum, elementary.maximum, _numeric),
-    (min, elementary.python_min, _numeric),
-    (max, elementary.python_max, _numeric),
-):
-    _define(_op, _meet, _meet, _emit, 2)
-    _inplace = getattr(operator, f"i{_op.__name__.strip('_')}", None)
-    if _inplace is not None:
-        _define(_inplace, _meet, _meet, _emit, 2)
-
-
 def _comparison(symbol: str) -> Callable[[Vector, Vector], Vector]:
     return lambda x, y: x.cmp(symbol, y)
 
 
-for _op, _symbol in (
-    (operator.lt, "<"),
-    (operator.le, "<="),
-    (operator.gt, ">"),
-    (operator.ge, ">="),
-    (operator.eq, "=="),
-    (operator.ne, "!="),
-):
-    _define(_op, _numeric, _truth, _comparison(_symbol), 2)
+def _sqrt(x: Vector) -> Vector:
+    return x.call("sqrt")
 
-for _op, _unary, _meet in (
-    (operator.neg, operator.neg, _numeric),
-    (operator.invert, operator.invert, _bits),
-    (abs, Vector.abs, _numeric),
-    (np.abs, Vector.abs, _numeric),
-    (np.sqrt, lambda x: x.call("sqrt"), _real),
-    (np.exp, elementary.exp, _real),
-    (np.exp2, elementary.exp2, _real),
-    (np.log, elementary.log, _real),
-    (np.tanh, elementary.tanh, _real),
-    (math.sqrt, lambda x: x.call("sqrt"), _real),
-    (math.exp, elementary.exp, _real),
-    (math.log, elementary.log, _real),
-    (math.tanh, elementary.tanh, _real),
-):
-    _define(_op, _meet, _meet, _unary, 1)
+
+BINARY: dict[Any, tuple[Callable[[Vector, Vector], Vector], Typer]] = {
+    operator.add: (operator.add, _numeric),
+    operator.sub: (operator.sub, _numeric),
+    operator.mul: (operator.mul, _product),
+    operator.truediv: (operator.truediv, _real),
+    operator.floordiv: (elementary.floor_divide, _numeric),
+    operator.mod: (elementary.remainder, _numeric),
+    operator.and_: (operator.and_, _bits),
+    operator.or_: (operator.or_, _bits),
+    operator.xor: (operator.xor, _bits),
+    np.minimum: (elementary.minimum, _numeric),
+    np.maximum: (elementary.maximum, _numeric),
+    min: (elementary.python_min, _numeric),
+    max: (elementary.python_max, _numeric),
+}
+"""What takes two arguments: the code, and the type in which they meet, also that of the result."""
+
+COMPARISON: dict[Any, Callable[[Vector, Vector], Vector]] = {
+    operator.lt: _comparison("<"),
+    operator.le: _comparison("<="),
+    operator.gt: _comparison(">"),
+    operator.ge: _comparison(">="),
+    operator.eq: _comparison("=="),
+    operator.ne: _comparison("!="),
+}
+"""What gives booleans for two numbers."""
+
+UNARY: dict[Any, tuple[Callable[[Vector], Vector], Typer]] = {
+    operator.neg: (operator.neg, _numeric),
+    operator.invert: (operator.invert, _bits),
+    abs: (Vector.abs, _numeric),
+    np.abs: (Vector.abs, _numeric),
+    np.sqrt: (_sqrt, _real),
+    np.exp: (elementary.exp, _real),
+    np.exp2: (elementary.exp2, _real),
+    np.log: (elementary.log, _real),
+    np.tanh: (elementary.tanh, _real),
+    math.sqrt: (_sqrt, _real),
+    math.exp: (elementary.exp, _real),
+    math.log: (elementary.log, _real),
+    math.tanh: (elementary.tanh, _real),
+}
+"""What takes one argument, likewise."""
+
+for _op, (_emit, _meet) in BINARY.items():
+    _define(_op, _meet, _meet, _emit, 2)
+    _inplace = getattr(operator, f"i{_op.__name__.strip('_')}", None)
+    if _inplace is not None:
+        _define(_inplace, _meet, _meet, _emit, 2)
+for _op, _emit in COMPARISON.items():
+    _define(_op, _numeric, _truth, _emit, 2)
+for _op, (_emit, _meet) in UNARY.items():
+    _define(_op, _meet, _meet, _emit, 1)
 
 
 @type_callable(np.where)

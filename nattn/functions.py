@@ -1,0 +1,371 @@
+"""Users' functions: what their parameters are bound to, how they combine, when two are the same.
+
+A modifier is ``score_mod(score, b, h, q_idx, kv_idx, ...)`` and a mask ``mask_mod(b, h, q_idx,
+kv_idx, ...)``: plain Python in NumPy's style. Further parameters are bound as Python binds them,
+with `functools.partial` or a default, to arrays and numbers. `resolve` turns whatever the user
+passed into a tree that a backend can walk: a `Bound` for each function, a `Combination` where
+several were put together. Called with arrays, a tree is the dense definition of itself; a compiling
+backend takes it apart.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
+MASK_MOD = ("b", "h", "q_idx", "kv_idx")
+"""What a modifier and what a mask is called with."""
+
+Value = NDArray[Any] | int | float | bool
+
+_ARRAYS = {np.dtype(t) for t in ("?", *"bhilqBHILQ", "e", "f", "d")}
+"""Dtypes of arrays that a function may be bound to."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A plain function, and values for all its parameters but what it is called with.
+
+    Attributes
+    ----------
+    function : function
+        The plain Python function.
+    order : tuple of int
+        For each of its parameters n, if it takes argument n of the call, or -1 - m, if it is
+        bound to ``values[m]``.
+    names : tuple of str
+        Names of the bound parameters.
+    values : tuple
+        Arrays in native byte order, ints (of 64 bits), floats and bools.
+    """
+
+    function: types.FunctionType
+    order: tuple[int, ...]
+    names: tuple[str, ...]
+    values: tuple[Value, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self.function(*(args[n] if n >= 0 else self.values[-1 - n] for n in self.order))
+
+
+@dataclass(frozen=True, eq=False)
+class Combination:
+    """Functions put together: callable like any one of them.
+
+    Attributes
+    ----------
+    operator : {"just", "and", "or", "not", "compose"}
+        "compose" gives each function the score that the one before returned; the others are for
+        masks.
+    parts : tuple of callable
+        The functions.
+    """
+
+    operator: str
+    parts: tuple[Callable[..., Any], ...]
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the functions and join what they return."""
+        if self.operator == "compose":
+            score = args[0]
+            for part in self.parts:
+                score = part(score, *args[1:])
+            return score
+        results = [part(*args) for part in self.parts]
+        if self.operator == "and":
+            return np.logical_and(*results)
+        if self.operator == "or":
+            return np.logical_or(*results)
+        return np.logical_not(results[0]) if self.operator == "not" else results[0]
+
+
+Tree = Bound | Combination
+
+
+def resolve(name: str, function: Any, parameters: tuple[str, ...]) -> Tree:
+    """Find the plain functions in what a user passed, and bind all their parameters.
+
+    Parameters
+    ----------
+    name : str
+        What to call it in an error.
+    function : callable
+        A plain or jitted function, a `functools.partial` of one, or a `Combination`.
+    parameters : tuple of str
+        What it is called with: `SCORE_MOD` or `MASK_MOD`.
+
+    Returns
+    -------
+    Bound or Combination
+        Of nothing but `Bound` and `Combination`.
+
+    Raises
+    ------
+    TypeError
+        If it is not such a function, takes other parameters, has some left unbound, or is bound to
+        something else than arrays and numbers, or captures an array.
+
+    Examples
+    --------
+    >>> def capped(score, b, h, q_idx, kv_idx, cap): return cap * np.tanh(score / cap)
+    >>> bound = resolve("score_mod", functools.partial(capped, cap=2.0), SCORE_MOD)
+    >>> bound.names, bound.values
+    (('cap',), (2.0,))
+    """
+    call = f"{name}({', '.join(parameters)})"
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    plain = function
+    while True:
+        if isinstance(plain, functools.partial):
+            args, keywords = plain.args + args, {**plain.keywords, **keywords}
+            plain = plain.func
+        elif isinstance(plain, Combination) and plain.operator == "just":
+            plain = plain.parts[0]
+        elif isinstance(getattr(plain, "py_func", None), types.FunctionType):
+            plain = plain.py_func
+        else:
+            break
+    if isinstance(plain, Combination):
+        if args or keywords:
+            raise TypeError(
+                f"{name}: expected parameters bound before functions are combined, got "
+                f"functools.partial of a combination with {', '.join(keywords) or args}"
+            )
+        parts = tuple(resolve(name, part, parameters) for part in plain.parts)
+        return Combination(plain.operator, parts)
+    if isinstance(plain, Bound):
+        return plain
+    if not isinstance(plain, types.FunctionType):
+        raise TypeError(
+            f"{name}: expected a function {call} or functools.partial of one, "
+            f"got {_describe(function)}"
+        )
+    return _bind(name, call, plain, args, keywords, len(parameters))
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    text = repr(value)
+    return f"{text if len(text) < 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _bind(
+    name: str,
+    call: str,
+    plain: types.FunctionType,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    count: int,
+) -> Bound:
+    signature = inspect.signature(plain)
+    got = f"{plain.__name__}{signature}"
+    arguments = [_Argument(n) for n in range(count)]
+    for p in signature.parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise TypeError(
+                f"{name}: expected a function {call} with named parameters, got {got}, of which "
+                f"{str(p).split(':')[0]} cannot be compiled"
+            )
+    try:
+        bound = signature.bind(*args, *arguments, **keywords)
+    except TypeError as error:
+        missing = [
+            p.name
+            for p in list(signature.parameters.values())[count:]
+            if p.default is p.empty and p.name not in keywords
+        ]
+        if missing and "missing" in str(error):
+            raise TypeError(
+                f"{name}: expected {' and '.join(missing)} to be bound, as in functools.partial("
+                f"{plain.__name__}, {missing[0]}=...), got {got}"
+            ) from None
+        raise TypeError(
+            f"{name}: expected a function {call}, further parameters bound with "
+            f"functools.partial, got {got}: {error}"
+        ) from None
+    bound.apply_defaults()
+    order: list[int] = []
+    names: list[str] = []
+    values: list[Value] = []
+    for parameter, value in bound.arguments.items():
+        if isinstance(value, _Argument):
+            order.append(value.n)
+            continue
+        order.append(-1 - len(values))
+        names.append(parameter)
+        values.append(_value(name, plain.__name__, parameter, value))
+    digest(plain, name)  # refuses what the function may not capture
+    return Bound(plain, tuple(order), tuple(names), tuple(values))
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """Stands for an argument of the call while parameters are bound."""
+
+    n: int
+
+
+def _value(name: str, function: str, parameter: str, value: Any) -> Value:
+    """Check what a parameter is bound to."""
+    if isinstance(value, np.generic) or (type(value) is np.ndarray and value.ndim == 0):
+        value = value.item()
+    if isinstance(value, bool | float):
+        return value
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
+        return value
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        native = value.dtype.newbyteorder("=")
+        if native in _ARRAYS:
+            plain = np.asarray(value)
+            return plain if plain.dtype.isnative else plain.astype(native)
+    if inspect.isclass(value) or callable(value):
+        detail = ", a function, which can only be called as a global"
+    else:
+        detail = ""
+    raise TypeError(
+        f"{name}: expected {parameter} of {function} to be bound to a NumPy array of numbers or "
+        f"to a number of 64 bits, got {_describe(value)}{detail}"
+    )
+
+
+# When two functions are the same: for caches of compiled code
+
+
+def digest(function: types.FunctionType, name: str = "function") -> str:
+    """Return a hash of all that decides what a function does.
+
+    That is its code with its constants, and the functions, numbers and modules that it finds in
+    its closure and among its globals, recursively; not what its parameters are bound to, nor its
+    name or place. A change of a captured number changes the hash.
+
+    Raises
+    ------
+    TypeError
+        If it captures something else, an array for one.
+    """
+    found = _known.get(function)
+    if found is not None:
+        captured, result = found
+        if all(_current(owner, key) is value for owner, key, value in captured):
+            return result
+    hasher = hashlib.sha256()
+    captures: list[tuple[Any, str, Any]] = []
+    _hash_function(name, function, hasher, captures, [])
+    _known[function] = captures, hasher.hexdigest()
+    return _known[function][1]
+
+
+_known: weakref.WeakKeyDictionary[types.FunctionType, tuple[list[tuple[Any, str, Any]], str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What each function captured when it was last seen, and its hash."""
+
+
+def _current(owner: Any, key: str) -> Any:
+    """Look again where something was captured: in a cell, a module's namespace or a dict."""
+    try:
+        return owner.cell_contents if isinstance(owner, types.CellType) else owner.get(key)
+    except ValueError:  # an empty cell
+        return None
+
+
+def helpers(function: types.FunctionType) -> list[types.FunctionType]:
+    """Return the plain Python functions that a function may call, and those they call."""
+    digest(function)
+    captured = _known[function][0]
+    return [value for _, _, value in captured if isinstance(value, types.FunctionType)]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _captured(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what a function finds outside of itself: (where, name, value)."""
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        yield cell, name, _current(cell, name)
+    scope = function.__globals__
+    for code in _codes(function.__code__):
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in scope:
+                yield scope, step.argval, scope[step.argval]
+
+
+def _hash_function(
+    role: str,
+    function: types.FunctionType,
+    hasher: Any,
+    captures: list[tuple[Any, str, Any]],
+    open_functions: list[types.FunctionType],
+) -> None:
+    if function in open_functions:
+        hasher.update(f"again {open_functions.index(function)}".encode())
+        return
+    open_functions.append(function)
+    attributes: set[str] = set()
+    for code in _codes(function.__code__):
+        constants = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
+        parts = code.co_code, constants, code.co_names, code.co_argcount, code.co_kwonlyargcount
+        hasher.update(repr((*parts, code.co_varnames)).encode())
+        attributes.update(code.co_names)
+    if len(open_functions) > 1:  # those of the function itself are parameters like any other
+        hasher.update(repr((function.__defaults__, function.__kwdefaults__)).encode())
+    seen: set[tuple[int, str]] = set()
+    pending = list(_captured(function))
+    while pending:
+        owner, name, value = pending.pop(0)
+        if (id(owner), name) in seen:
+            continue
+        seen.add((id(owner), name))
+        captures.append((owner, name, value))
+        hasher.update(f"\0{name}\0".encode())
+        if isinstance(getattr(value, "py_func", None), types.FunctionType):
+            value = value.py_func
+        if isinstance(value, types.FunctionType):
+            _hash_function(role, value, hasher, captures, open_functions)
+        elif isinstance(value, types.ModuleType):
+            hasher.update(f"{value.__name__} {getattr(value, '__version__', '')}".encode())
+            if value.__name__.split(".")[0] not in ("numpy", "math", "operator", "builtins"):
+                scope = vars(value)
+                pending += [(scope, a, scope[a]) for a in sorted(attributes & scope.keys())]
+        elif isinstance(value, np.ndarray):
+            raise TypeError(
+                f"{role}: expected arrays as parameters, bound with functools.partial("
+                f"{function.__name__}, {name}={name}), got {function.__name__}, which captures "
+                f"{name}, {_describe(value)}"
+            )
+        elif _is_constant(value):
+            hasher.update(f"{type(value).__name__} {value!r}".encode())
+        elif isinstance(value, type | np.ufunc | types.BuiltinFunctionType) or callable(value):
+            module = getattr(value, "__module__", "")
+            hasher.update(f"{module}.{getattr(value, '__qualname__', repr(value))}".encode())
+        else:
+            raise TypeError(
+                f"{role}: expected numbers and functions to be all that {function.__name__} "
+                f"captures, got {name}, {_describe(value)}; bind arrays and numbers with "
+                "functools.partial"
+            )
+
+
+def _is_constant(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, bool | int | float | str | np.number | np.bool_)
