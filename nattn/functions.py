@@ -297,6 +297,16 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+def code_text(code: types.CodeType) -> str:
+    """Return what a code object does, as text: all but its name, its place and its line numbers."""
+    parts = []
+    for c in _codes(code):
+        constants = [x for x in c.co_consts if not isinstance(x, types.CodeType)]
+        counts = c.co_argcount, c.co_kwonlyargcount
+        parts.append((c.co_code, constants, c.co_names, c.co_varnames, c.co_freevars, *counts))
+    return repr(parts)
+
+
 def _captured(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
     """Yield what a function finds outside of itself: (where, name, value)."""
     cells = function.__closure__ or ()
@@ -321,10 +331,8 @@ def _hash_function(
         return
     open_functions.append(function)
     attributes: set[str] = set()
+    hasher.update(code_text(function.__code__).encode())
     for code in _codes(function.__code__):
-        constants = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
-        parts = code.co_code, constants, code.co_names, code.co_argcount, code.co_kwonlyargcount
-        hasher.update(repr((*parts, code.co_varnames)).encode())
         attributes.update(code.co_names)
     if len(open_functions) > 1:  # those of the function itself are parameters like any other
         hasher.update(repr((function.__defaults__, function.__kwdefaults__)).encode())

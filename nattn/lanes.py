@@ -8,7 +8,7 @@ the NumPy functions listed below work on it as they do on scalars, with scalars 
     + - * / // %   unary -   < <= > >= == !=   & | ^ ~   abs min max
     np.where  np.minimum  np.maximum  np.abs  np.sqrt  np.exp  np.exp2  np.log  np.tanh
 
-    array[lanes]   a gather: an element of a one-dimensional array for every lane
+    array[lanes]   a gather: an element of an array that a function is bound to, for every lane
 
 LLVM splits a vector that is wider than the processor's registers and pads one that is narrower, so
 every width works on every machine and one process can test them all.
@@ -27,6 +27,7 @@ file on the CPU side that speaks LLVM.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -37,17 +38,24 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.core.imputils import lower_constant
-from numba.core.typing.templates import AttributeTemplate
+from numba.core.typing.templates import (
+    AttributeTemplate,
+    CallableTemplate,
+    infer,
+    infer_global,
+)
 from numba.extending import (
     infer_getattr,
     intrinsic,
     lower_builtin,
+    lower_cast,
     lower_getattr_generic,
     lower_setattr_generic,
+    make_attribute_wrapper,
     models,
     register_model,
-    type_callable,
     typeof_impl,
 )
 
@@ -63,8 +71,14 @@ _LLVM = {
 }
 
 
+_INT32 = 1 << 31
+
+
 class Lanes(types.Type):
     """The Numba type of `width` values of one scalar type in one SIMD value.
+
+    Lanes of width 1 stand for a scalar that is the same in all lanes: they meet wider lanes by
+    broadcast, and like those they are no condition that an ``if`` could test.
 
     Parameters
     ----------
@@ -75,27 +89,41 @@ class Lanes(types.Type):
     real : numba type, optional
         The float type that a division or a function such as exp makes of integer lanes; for float
         lanes it is `dtype` itself. Eight lanes of int32 alone would not tell.
+    bound : int, optional
+        The largest magnitude that int32 lanes can have. Where the result of an operation could
+        exceed 32 bits it is computed in 64: nothing wraps silently, and what is known to be small
+        stays in the narrow vectors.
     """
 
-    def __init__(self, dtype: Any, width: int, real: Any = None) -> None:
+    def __init__(self, dtype: Any, width: int, real: Any = None, bound: int | None = None) -> None:
         self.dtype = dtype
         self.width = width
         self.real = dtype if isinstance(dtype, types.Float) else (real or types.float64)
-        super().__init__(name=f"Lanes({dtype} x {width}, {self.real})")
+        self.bound = None
+        if dtype == types.int32:
+            self.bound = _INT32 if bound is None else min(bound, _INT32)
+        limit = f", at most {self.bound}" if self.bound not in (None, _INT32) else ""
+        super().__init__(name=f"Lanes({dtype} x {width}, {self.real}{limit})")
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes two lane types one."""
-        return (self.dtype, self.width, self.real)
+        return (self.dtype, self.width, self.real, self.bound)
 
-    def of(self, dtype: Any) -> Lanes:
+    def of(self, dtype: Any, bound: int | None = None) -> Lanes:
         """Return the type of as many lanes of another scalar type."""
-        return Lanes(dtype, self.width, self.real)
+        return Lanes(dtype, self.width, self.real, bound)
 
     @property
     def llvm(self) -> ir.VectorType:
         """The LLVM vector type."""
         return ir.VectorType(_LLVM[self.dtype], self.width)
+
+    def unify(self, typingctx: Any, other: Any) -> Lanes | None:
+        """Return the type of a variable that is assigned both."""
+        to = _common((self, other))
+        # Not the larger bound: in a loop it would grow by each assignment until it is full.
+        return to.of(to.dtype) if to is not None else None
 
 
 @register_model(Lanes)
@@ -287,28 +315,43 @@ def _common(args: tuple[Any, ...]) -> Lanes | None:
     """Return the lane type in which lanes and scalars meet; None if that is not ours to say.
 
     Floats take the kernel's own float type, whatever a scalar's type was; integers take 64 bits
-    as soon as one of them has 64.
+    as soon as one of them needs 64.
     """
     lanes = [a for a in args if isinstance(a, Lanes)]
     if not lanes or not all(isinstance(a, Lanes) or _is_scalar(a) for a in args):
         return None
-    first = lanes[0]
-    if any(x.width != first.width for x in lanes):
+    widest = max(lanes, key=lambda x: x.width)
+    if any(x.width not in (1, widest.width) or x.real != widest.real for x in lanes):
         return None
     kinds = [a.dtype if isinstance(a, Lanes) else a for a in args]
     if any(isinstance(k, types.Float) for k in kinds):
-        real = next((x.dtype for x in lanes if isinstance(x.dtype, types.Float)), first.real)
-        return first.of(real)
+        return widest.of(widest.real)
     if all(isinstance(k, types.Boolean) for k in kinds):
-        return first.of(types.boolean)
-    wide = any(isinstance(k, types.Integer) and k.bitwidth > 32 for k in kinds)
-    return first.of(types.int64 if wide else types.int32)
+        return widest.of(types.boolean)
+    bound = max(map(_bound, args))
+    return widest.of(types.int32, bound) if bound <= _INT32 else widest.of(types.int64)
+
+
+def _bound(ty: Any) -> int:
+    """Return the largest magnitude of an integer or boolean, scalar or lanes."""
+    if isinstance(ty, types.IntegerLiteral):
+        return abs(int(ty.literal_value))
+    if isinstance(ty, Lanes) and ty.bound is not None:
+        return ty.bound
+    kind = ty.dtype if isinstance(ty, Lanes) else ty
+    if isinstance(kind, types.Boolean):
+        return 1
+    return 1 << (kind.bitwidth - kind.signed) if isinstance(kind, types.Integer) else 0
 
 
 def _operand(context: Any, b: Any, value: Any, ty: Any, to: Lanes) -> Vector:
     """Convert a scalar or lanes to lanes of type `to`."""
     if not isinstance(ty, Lanes):
         return Vector(b, _broadcast(b, context.cast(b, value, ty, to.dtype), to.width))
+    if ty.width != to.width:  # a scalar in all lanes
+        one = Lanes(to.dtype, 1, to.real)
+        value = _operand(context, b, value, ty, one).value
+        return Vector(b, _broadcast(b, b.extract_element(value, I32(0)), to.width))
     if ty.dtype == to.dtype:
         return Vector(b, value)
     if isinstance(to.dtype, types.Float):
@@ -319,7 +362,15 @@ def _operand(context: Any, b: Any, value: Any, ty: Any, to: Lanes) -> Vector:
         return Vector(b, (b.fpext if to.dtype == types.float64 else b.fptrunc)(value, to.llvm))
     if isinstance(ty.dtype, types.Boolean):
         return Vector(b, b.zext(value, to.llvm))
-    return Vector(b, b.sext(value, to.llvm))
+    return Vector(b, (b.sext if to.dtype == types.int64 else b.trunc)(value, to.llvm))
+
+
+@lower_cast(Lanes, Lanes)
+@lower_cast(types.Number, Lanes)
+@lower_cast(types.Boolean, Lanes)
+def _cast_to_lanes(context: Any, b: Any, fromty: Any, toty: Any, value: Any) -> Any:
+    """Give a variable that is assigned more than once its one type."""
+    return _operand(context, b, value, fromty, toty).value
 
 
 def _broadcast(b: Any, x: Any, width: int) -> Any:
@@ -328,53 +379,112 @@ def _broadcast(b: Any, x: Any, width: int) -> Any:
     return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, width), [0] * width))
 
 
-Typer = Callable[..., Any]  # Lanes, or None
+Typer = Callable[..., Any]  # of the types of the arguments: Lanes, or None
+Limit = Callable[..., int]  # of the bounds of the arguments
 
 
-def _define(fn: Any, meet: Typer, result: Typer, emit: Callable[..., Vector], arity: int) -> None:
-    """Teach Numba the function `fn` on lanes.
+def typed(function: Any) -> Callable[[Typer], Typer]:
+    """Teach Numba the type of a function's result.
 
-    `meet` gives the lane type to which the arguments are converted, `result` the type of the
-    result, `emit` the code.
+    As `numba.extending.type_callable`, but a literal argument keeps its value: that a number is
+    small is what lets int32 lanes stay int32.
     """
 
-    def resolve(*args: Any) -> Lanes | None:
-        return result(*args) if meet(*args) is not None else None
+    def decorate(typer: Typer) -> Typer:
+        members = {"key": function, "generic": lambda self: typer, "prefer_literal": True}
+        template = type(f"Lanes_{function.__name__}", (CallableTemplate,), members)
+        infer(template)
+        infer_global(function, types.Function(template))
+        return typer
 
-    @type_callable(fn)
-    def typing(context: Any) -> Any:
-        if arity == 1:
-            return lambda x: resolve(x)
-        return lambda x, y: resolve(x, y)
+    return decorate
+
+
+def kinds_of_operands(arity: int) -> list[tuple[Any, ...]]:
+    """Return the classes of arguments of which one at least is lanes."""
+    kinds = (Lanes, types.Number, types.Boolean)
+    return [c for c in itertools.product(kinds, repeat=arity) if Lanes in c]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a function does with lanes.
+
+    Attributes
+    ----------
+    emit : callable
+        Writes the code, from one `Vector` for each argument.
+    meet : callable
+        The lane type to which the arguments are converted (None: not for these).
+    result : numba type, optional
+        The scalar type of the result; that in which the arguments meet by default.
+    limit : callable, optional
+        The bound of an integer result, from the bounds of the arguments. If it does not fit
+        32 bits the arguments meet in 64. Without it the result is as large as its type.
+    """
+
+    emit: Callable[..., Vector]
+    meet: Typer
+    result: Any = None
+    limit: Limit | None = None
+
+    def types(self, args: tuple[Any, ...]) -> tuple[Lanes, Lanes] | None:
+        """Return the type in which arguments meet and that of the result; None if none."""
+        to = self.meet(*args)
+        if to is None:
+            return None
+        if self.result is not None:
+            return to, to.of(self.result)
+        if to.dtype != types.int32 or self.limit is None:
+            return to, to.of(to.dtype)
+        bound = self.limit(*map(_bound, args))
+        to = to.of(types.int32, bound) if bound < _INT32 else to.of(types.int64)
+        return to, to
+
+
+def _define(
+    fn: Any, operation: Operation, arity: int, special: Callable[..., Any] = lambda *args: None
+) -> None:
+    """Teach Numba an operation on lanes; `special` may write the code of its own for some types."""
+
+    def typer(*args: Any) -> Any:
+        found = operation.types(args)
+        return None if found is None else found[1]
+
+    typed(fn)(_with_arity(typer, arity))
 
     def lower(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        to = meet(*sig.args)
-        operands = [_operand(context, b, a, t, to) for a, t in zip(args, sig.args, strict=True)]
-        return emit(*operands).value
+        done = special(context, b, fn, sig, args)
+        if done is not None:
+            return done
+        found = operation.types(sig.args)
+        assert found is not None
+        operands = [
+            _operand(context, b, a, t, found[0]) for a, t in zip(args, sig.args, strict=True)
+        ]
+        return operation.emit(*operands).value
 
+    for kinds in kinds_of_operands(arity):
+        lower_builtin(fn, *kinds)(lower)
+
+
+def _with_arity(typer: Typer, arity: int) -> Typer:
+    """Give a typer as many parameters as Numba is to look for."""
     if arity == 1:
-        lower_builtin(fn, Lanes)(lower)
-        return
-    for pair in (
-        (Lanes, Lanes),
-        (Lanes, types.Number),
-        (types.Number, Lanes),
-        (Lanes, types.Boolean),
-        (types.Boolean, Lanes),
-    ):
-        lower_builtin(fn, *pair)(lower)
+        return lambda x: typer(x)
+    return (lambda x, y: typer(x, y)) if arity == 2 else (lambda x, y, z: typer(x, y, z))
 
 
 def _numeric(*args: Any) -> Lanes | None:
     """Meet as numbers: booleans count as integers."""
     to = _common(args)
-    return to.of(types.int32) if to is not None and to.dtype == types.boolean else to
+    return to.of(types.int32, 1) if to is not None and to.dtype == types.boolean else to
 
 
-def _product(*args: Any) -> Lanes | None:
-    """Meet for a product: 32-bit integers widen first, so that (q - k) ** 2 cannot wrap."""
-    to = _numeric(*args)
-    return to.of(types.int64) if to is not None and to.dtype == types.int32 else to
+def _integers(*args: Any) -> Lanes | None:
+    """Meet as 64-bit integers."""
+    to = _common(args)
+    return None if to is None or isinstance(to.dtype, types.Float) else to.of(types.int64)
 
 
 def _real(*args: Any) -> Lanes | None:
@@ -390,94 +500,167 @@ def _bits(*args: Any) -> Lanes | None:
 
 
 def _truth(*args: Any) -> Lanes | None:
+    """Meet as booleans: what is not 0 is true."""
     to = _common(args)
-    return None if to is None else to.of(types.boolean)
+    return None if to is None or to.dtype != types.boolean else to
+
+
+def _largest(*bounds: int) -> int:
+    return max(bounds)
 
 
 def _comparison(symbol: str) -> Callable[[Vector, Vector], Vector]:
     return lambda x, y: x.cmp(symbol, y)
 
 
+_BEYOND = {"<": 1, "<=": 1, ">": -1, ">=": -1, "!=": 0}
+"""Comparisons that hold with a right-hand side beyond all 32-bit numbers: above (1), below (-1), or
+on both sides (0)."""
+
+
+def _compare_narrow(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
+    """Compare int32 lanes with one 64-bit integer, without widening the lanes.
+
+    The one integer is often a bound number or a position, and does not change in a loop: what is
+    said here about its size is then computed once.
+    """
+    symbol = {operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="}
+    name = symbol.get(fn, "==" if fn is operator.eq else "!=")
+    for n in (0, 1):
+        x, y = sig.args[n], sig.args[1 - n]
+        one = y.dtype if isinstance(y, Lanes) and y.width == 1 else y
+        if (
+            isinstance(x, Lanes)
+            and x.dtype == types.int32
+            and (x.width > 1 or not isinstance(y, Lanes))
+            and isinstance(one, types.Integer)
+            and one.bitwidth == 64
+            and _bound(y) > _INT32
+        ):
+            break
+    else:
+        return None
+    if n == 1:
+        name = name.translate(str.maketrans("<>", "><"))
+    value = args[1 - n]
+    if isinstance(y, Lanes):
+        value = b.extract_element(value, I32(0))
+    elif not one.signed:
+        value = b.select(b.icmp_signed("<", value, I64(0)), I64((1 << 63) - 1), value)
+    above = b.icmp_signed(">=", value, I64(_INT32))
+    below = b.icmp_signed("<", value, I64(-_INT32))
+    spread = _broadcast(b, b.trunc(value, I32), x.width)
+    inside = Vector(b, args[n]).cmp(name, Vector(b, spread))
+    outside = b.or_(above, below)
+    truth = ir.Constant(ir.IntType(1), 0)
+    if name in _BEYOND:
+        truth = {1: above, -1: below, 0: outside}[_BEYOND[name]]
+    keep = Vector(b, _broadcast(b, b.not_(outside), x.width))
+    return ((inside & keep) | Vector(b, _broadcast(b, truth, x.width))).value
+
+
 def _sqrt(x: Vector) -> Vector:
     return x.call("sqrt")
 
 
-BINARY: dict[Any, tuple[Callable[[Vector, Vector], Vector], Typer]] = {
-    operator.add: (operator.add, _numeric),
-    operator.sub: (operator.sub, _numeric),
-    operator.mul: (operator.mul, _product),
-    operator.truediv: (operator.truediv, _real),
-    operator.floordiv: (elementary.floor_divide, _numeric),
-    operator.mod: (elementary.remainder, _numeric),
-    operator.and_: (operator.and_, _bits),
-    operator.or_: (operator.or_, _bits),
-    operator.xor: (operator.xor, _bits),
-    np.minimum: (elementary.minimum, _numeric),
-    np.maximum: (elementary.maximum, _numeric),
-    min: (elementary.python_min, _numeric),
-    max: (elementary.python_max, _numeric),
-}
-"""What takes two arguments: the code, and the type in which they meet, also that of the result."""
+def _shift_left(x: Vector, y: Vector) -> Vector:
+    """Shift 64-bit integers; by as many bits as they have, nothing is left."""
+    inside = y.cmp(">=", 0) & y.cmp("<", 64)
+    return inside.where(x << inside.where(y, 0), 0)
 
-COMPARISON: dict[Any, Callable[[Vector, Vector], Vector]] = {
-    operator.lt: _comparison("<"),
-    operator.le: _comparison("<="),
-    operator.gt: _comparison(">"),
-    operator.ge: _comparison(">="),
-    operator.eq: _comparison("=="),
-    operator.ne: _comparison("!="),
-}
-"""What gives booleans for two numbers."""
 
-UNARY: dict[Any, tuple[Callable[[Vector], Vector], Typer]] = {
-    operator.neg: (operator.neg, _numeric),
-    operator.invert: (operator.invert, _bits),
-    abs: (Vector.abs, _numeric),
-    np.abs: (Vector.abs, _numeric),
-    np.sqrt: (_sqrt, _real),
-    np.exp: (elementary.exp, _real),
-    np.exp2: (elementary.exp2, _real),
-    np.log: (elementary.log, _real),
-    np.tanh: (elementary.tanh, _real),
-    math.sqrt: (_sqrt, _real),
-    math.exp: (elementary.exp, _real),
-    math.log: (elementary.log, _real),
-    math.tanh: (elementary.tanh, _real),
-}
-"""What takes one argument, likewise."""
+def _shift_right(x: Vector, y: Vector) -> Vector:
+    """Shift 64-bit integers; by as many bits as they have, the sign is left."""
+    return x >> (y.cmp(">=", 0) & y.cmp("<", 64)).where(y, 63)
 
-for _op, (_emit, _meet) in BINARY.items():
-    _define(_op, _meet, _meet, _emit, 2)
+
+BINARY: dict[Any, Operation] = {
+    operator.add: Operation(operator.add, _numeric, limit=operator.add),
+    operator.sub: Operation(operator.sub, _numeric, limit=operator.add),
+    operator.mul: Operation(operator.mul, _numeric, limit=operator.mul),
+    operator.truediv: Operation(operator.truediv, _real),
+    operator.floordiv: Operation(elementary.floor_divide, _numeric, limit=lambda x, y: x),
+    operator.mod: Operation(elementary.remainder, _numeric, limit=lambda x, y: y),
+    operator.and_: Operation(operator.and_, _bits),
+    operator.or_: Operation(operator.or_, _bits),
+    operator.xor: Operation(operator.xor, _bits),
+    operator.lshift: Operation(_shift_left, _integers),
+    operator.rshift: Operation(_shift_right, _integers),
+    np.minimum: Operation(elementary.minimum, _numeric, limit=_largest),
+    np.maximum: Operation(elementary.maximum, _numeric, limit=_largest),
+    min: Operation(elementary.python_min, _numeric, limit=_largest),
+    max: Operation(elementary.python_max, _numeric, limit=_largest),
+}
+"""What takes two arguments."""
+
+COMPARISON: dict[Any, Operation] = {
+    operator.lt: Operation(_comparison("<"), _numeric, types.boolean),
+    operator.le: Operation(_comparison("<="), _numeric, types.boolean),
+    operator.gt: Operation(_comparison(">"), _numeric, types.boolean),
+    operator.ge: Operation(_comparison(">="), _numeric, types.boolean),
+    operator.eq: Operation(_comparison("=="), _numeric, types.boolean),
+    operator.ne: Operation(_comparison("!="), _numeric, types.boolean),
+}
+"""What compares two numbers."""
+
+UNARY: dict[Any, Operation] = {
+    operator.neg: Operation(operator.neg, _numeric, limit=_largest),
+    operator.pos: Operation(lambda x: x, _numeric, limit=_largest),
+    operator.invert: Operation(operator.invert, _bits),
+    abs: Operation(Vector.abs, _numeric, limit=_largest),
+    np.abs: Operation(Vector.abs, _numeric, limit=_largest),
+    np.sqrt: Operation(_sqrt, _real),
+    np.exp: Operation(elementary.exp, _real),
+    np.exp2: Operation(elementary.exp2, _real),
+    np.log: Operation(elementary.log, _real),
+    np.tanh: Operation(elementary.tanh, _real),
+    math.sqrt: Operation(_sqrt, _real),
+    math.exp: Operation(elementary.exp, _real),
+    math.log: Operation(elementary.log, _real),
+    math.tanh: Operation(elementary.tanh, _real),
+}
+"""What takes one argument."""
+
+for _op, _operation in BINARY.items():
+    _define(_op, _operation, 2)
     _inplace = getattr(operator, f"i{_op.__name__.strip('_')}", None)
     if _inplace is not None:
-        _define(_inplace, _meet, _meet, _emit, 2)
-for _op, _emit in COMPARISON.items():
-    _define(_op, _numeric, _truth, _emit, 2)
-for _op, (_emit, _meet) in UNARY.items():
-    _define(_op, _meet, _meet, _emit, 1)
+        _define(_inplace, _operation, 2)
+for _op, _operation in COMPARISON.items():
+    _define(_op, _operation, 2, _compare_narrow)
+for _op, _operation in UNARY.items():
+    _define(_op, _operation, 1)
 
 
-@type_callable(np.where)
-def _type_where(context: Any) -> Any:
-    def typer(condition: Any, x: Any, y: Any) -> Any:
-        if not isinstance(condition, Lanes) or condition.dtype != types.boolean:
-            return None
-        # With two scalars the condition alone tells the width and the float type.
-        branches = [t for t in (x, y) if isinstance(t, Lanes) or not isinstance(t, types.Boolean)]
-        return _common((condition, *branches)) if branches else condition
-
-    return typer
+@typed(np.where)
+def _type_where(condition: Any, x: Any, y: Any) -> Any:
+    if not isinstance(condition, Lanes) or condition.dtype != types.boolean:
+        return None
+    # With two scalars the condition alone tells the width and the float type.
+    branches = [t for t in (x, y) if isinstance(t, Lanes) or not isinstance(t, types.Boolean)]
+    return _common((condition, *branches)) if branches else condition
 
 
 def _lower_where(context: Any, b: Any, sig: Any, args: Any) -> Any:
     to = sig.return_type
+    choice = _operand(context, b, args[0], sig.args[0], to.of(types.boolean))
     x, y = (_operand(context, b, args[i], sig.args[i], to) for i in (1, 2))
-    return Vector(b, args[0]).where(x, y).value
+    return choice.where(x, y).value
 
 
 for _x in (Lanes, types.Number, types.Boolean):
     for _y in (Lanes, types.Number, types.Boolean):
         lower_builtin(np.where, Lanes, _x, _y)(_lower_where)
+
+
+@typed(bool)
+def _type_bool(x: Any) -> None:
+    if isinstance(x, Lanes):
+        raise TypingError(
+            "the lanes of a vector differ: no `if`, `while`, `and`, `or`, `not` or conditional "
+            "expression can test them all at once; use np.where(condition, x, y), and & | ~ "
+            "between conditions"
+        )
 
 
 @intrinsic
@@ -810,62 +993,6 @@ def load_lanes(typingctx: Any, tile: Any, storage: Any, base: Any, offsets: Any)
     return to(tile, storage, types.int64, types.int64), codegen
 
 
-def _type_gather(array: Any, index: Any) -> Lanes | None:
-    """Return the lanes of ``array[index]``; None where it is not a gather."""
-    if not isinstance(array, types.Array) or array.ndim != 1 or not isinstance(index, Lanes):
-        return None
-    if not isinstance(index.dtype, types.Integer):
-        return None
-    dtype = array.dtype
-    if isinstance(dtype, types.Boolean):
-        return index.of(types.boolean)
-    if isinstance(dtype, types.Float):
-        return index.of(index.real)
-    if isinstance(dtype, types.Integer):
-        return index.of(types.int32 if dtype.bitwidth + (not dtype.signed) <= 32 else types.int64)
-    return None
-
-
-@type_callable(operator.getitem)
-def _type_getitem(context: Any) -> Any:
-    return lambda array, index: _type_gather(array, index)
-
-
-@lower_builtin(operator.getitem, types.Array, Lanes)
-def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
-    """Read ``array[index]`` for every lane; nothing outside the array is ever read.
-
-    A negative index counts from the end, what is still outside takes the nearest element, and an
-    empty array gives 0.
-    """
-    to, dtype = sig.return_type, sig.args[0].dtype
-    array = context.make_array(sig.args[0])(context, b, args[0])
-    count, stride = (b.extract_value(x, 0) for x in (array.shape, array.strides))
-    i = _operand(context, b, args[1], sig.args[1], to.of(types.int64))
-    n, step = (Vector(b, _broadcast(b, x, to.width)) for x in (count, stride))
-    i = elementary.minimum(i.cmp("<", 0).where(i + n, i), n - 1)
-    offsets = (elementary.maximum(i, i.const(0)) * step).value
-    nothing = cgutils.alloca_once_value(b, I64(0))
-    base = b.select(
-        b.icmp_signed(">", count, I64(0)),
-        b.ptrtoint(array.data, I64),
-        b.ptrtoint(nothing, I64),
-    )
-    integer = isinstance(dtype, types.Integer)
-    stored = ir.IntType(dtype.bitwidth) if integer else _STORAGE[str(dtype)]
-    x = ir.Constant(ir.VectorType(stored, to.width), ir.Undefined)
-    for lane in range(to.width):
-        at = b.add(base, b.extract_element(offsets, I32(lane)))
-        x = b.insert_element(x, _load(b, at, stored), I32(lane))
-    if isinstance(dtype, types.Float):
-        return _from_storage(b, x, str(dtype), to)
-    if not integer:
-        return Vector(b, x).cmp("!=", 0).value
-    if dtype.bitwidth == to.dtype.bitwidth:
-        return x
-    return (b.sext if dtype.signed else b.zext)(x, to.llvm)
-
-
 @intrinsic(prefer_literal=True)
 def load_splat(typingctx: Any, tile: Any, storage: Any, address: Any) -> Any:
     """Read one element at a byte address into every lane."""
@@ -971,3 +1098,349 @@ def call_tile_function(
         return b.call(fn, args[1:])
 
     return types.int64(*[types.int64] * 5), codegen
+
+
+# ---------------------------------------------------------------------------------------------
+# Calling users' functions on lanes: their arguments, and the arrays they are bound to
+# ---------------------------------------------------------------------------------------------
+
+INDEX_BOUND = 1 << 28
+"""Magnitude up to which indices are int32 lanes: sums and differences of several still fit."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the parameters of a function are passed, and what it is bound to lies in memory.
+
+    Attributes
+    ----------
+    order : tuple of int
+        For each parameter n, if it is argument n of the call, or -1 - m: it is bound value m.
+    kinds : tuple
+        For each bound value ("int",), ("float",), ("bool",) or ("array", dtype name, ndim, far).
+        A number takes one 8-byte word (a float as float64); an array 1 + 2 ndim: its address,
+        shape and byte strides. An array that is not `far` has fewer than 2**31 elements along
+        each axis and strides that fit 32 bits.
+    first : int
+        Number of the first word.
+    """
+
+    order: tuple[int, ...]
+    kinds: tuple[tuple[Any, ...], ...]
+    first: int
+
+    @property
+    def words(self) -> int:
+        """Number of words of the bound values."""
+        return sum(1 + 2 * kind[2] if kind[0] == "array" else 1 for kind in self.kinds)
+
+
+class LayoutType(types.Opaque):
+    """The Numba type of a `Layout`; the type is the value."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        super().__init__(name=repr(layout))
+
+
+@typeof_impl.register(Layout)
+def _typeof_layout(val: Layout, c: Any) -> LayoutType:
+    return LayoutType(val)
+
+
+register_model(LayoutType)(models.OpaqueModel)
+
+
+@lower_constant(LayoutType)
+def _constant_layout(context: Any, builder: Any, ty: Any, pyval: Any) -> Any:
+    return context.get_dummy_value()
+
+
+class BoundArrayType(types.Type):
+    """The Numba type of an array that a function is bound to.
+
+    Its elements are read by lanes of indices, and what lies outside is not read but noted.
+    """
+
+    def __init__(self, stored: str, ndim: int, far: bool, real: Lanes) -> None:
+        self.stored = stored
+        self.ndim = ndim
+        self.far = far
+        self.real = real
+        self.axes = types.UniTuple(types.int64, ndim)
+        super().__init__(name=f"BoundArray({stored}, {ndim}, {far}, {real.dtype} x {real.width})")
+
+    def element(self, width: int) -> Lanes:
+        """Return the lanes that reading this array gives."""
+        real = self.real.dtype
+        if self.stored == "bool":
+            return Lanes(types.boolean, width, real)
+        if self.stored.startswith("float"):
+            return Lanes(real, width)
+        stored = getattr(types, self.stored)
+        bits = stored.bitwidth + (not stored.signed)
+        if bits > 32:
+            return Lanes(types.int64, width, real)
+        return Lanes(types.int32, width, real, 1 << (stored.bitwidth - stored.signed))
+
+
+@register_model(BoundArrayType)
+class _BoundArrayModel(models.StructModel):
+    def __init__(self, dmm: Any, fe_type: BoundArrayType) -> None:
+        members = [
+            ("address", types.int64),
+            ("shape", fe_type.axes),
+            ("strides", fe_type.axes),
+            ("outside", types.CPointer(types.int32)),
+        ]
+        super().__init__(dmm, fe_type, members)
+
+
+make_attribute_wrapper(BoundArrayType, "shape", "shape")
+
+
+@typed(len)
+def _type_len(x: Any) -> Any:
+    return types.int64 if isinstance(x, BoundArrayType) else None
+
+
+@lower_builtin(len, BoundArrayType)
+def _len(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    array = cgutils.create_struct_proxy(sig.args[0])(context, b, args[0])
+    return b.extract_value(array.shape, 0)
+
+
+def _load_constant(b: Any, address: Any, ty: Any) -> Any:
+    """Load what no kernel writes: in a loop that does not change the address, once."""
+    value = _load(b, address, ty)
+    value.set_metadata("invariant.load", b.module.add_metadata([]))
+    return value
+
+
+@intrinsic
+def call_arguments(
+    typingctx: Any, tile: Any, layout: Any, args: Any, params: Any, outside: Any
+) -> Any:
+    """Return the arguments of a function as a tuple, in the order of its parameters.
+
+    `args` is the tuple of what it is called with, `params` the address of the words of what it is
+    bound to, `outside` a `new_outside`.
+    """
+    lay, real = layout.layout, tile.real
+
+    def type_of(kind: tuple[Any, ...]) -> Any:
+        if kind[0] == "array":
+            return BoundArrayType(kind[1], kind[2], kind[3], real)
+        return {"int": types.int64, "float": real.dtype, "bool": types.boolean}[kind[0]]
+
+    bound = [type_of(kind) for kind in lay.kinds]
+    to = types.Tuple([args.types[n] if n >= 0 else bound[-1 - n] for n in lay.order])
+
+    def codegen(context: Any, b: Any, sig: Any, values: Any) -> Any:
+        word = lay.first
+
+        def read(ty: Any = I64) -> Any:
+            nonlocal word
+            word += 1
+            return _load_constant(b, b.add(values[3], I64(8 * (word - 1))), ty)
+
+        made = []
+        for kind, ty in zip(lay.kinds, bound, strict=True):
+            if kind[0] == "float":
+                number = read(ir.DoubleType())
+                made.append(context.cast(b, number, types.float64, real.dtype))
+            elif kind[0] == "int":
+                made.append(read())
+            elif kind[0] == "bool":
+                made.append(b.icmp_signed("!=", read(), I64(0)))
+            else:
+                array = cgutils.create_struct_proxy(ty)(context, b)
+                array.address = read()
+                for axes in ("shape", "strides"):
+                    numbers = [read() for _ in range(ty.ndim)]
+                    setattr(array, axes, context.make_tuple(b, ty.axes, numbers))
+                array.outside = values[4]
+                made.append(array._getvalue())
+        out = [b.extract_value(values[2], n) if n >= 0 else made[-1 - n] for n in lay.order]
+        return context.make_tuple(b, to, out)
+
+    return to(tile, layout, args, params, outside), codegen
+
+
+@intrinsic
+def new_outside(typingctx: Any, tile: Any) -> Any:
+    """Return a place that notes for each lane whether an index lay outside of its array."""
+    to = types.CPointer(types.int32)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        place = cgutils.alloca_once(b, ir.VectorType(I32, tile.real.width))
+        return b.bitcast(place, I32.as_pointer())
+
+    return to(tile), codegen
+
+
+@intrinsic
+def clear_outside(typingctx: Any, tile: Any, outside: Any) -> Any:
+    """Note that no index lay outside."""
+    ty = ir.VectorType(I32, tile.real.width)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store(ir.Constant(ty, [0] * ty.count), b.bitcast(args[1], ty.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(tile, outside), codegen
+
+
+@intrinsic
+def outside_bits(typingctx: Any, tile: Any, outside: Any) -> Any:
+    """Return an int64 of which bit l is set if an index of lane l lay outside."""
+    ty = ir.VectorType(I32, tile.real.width)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        noted = Vector(b, b.load(b.bitcast(args[1], ty.as_pointer())))
+        bits = b.bitcast(noted.cmp("!=", 0).value, ir.IntType(ty.count))
+        return b.zext(bits, I64)
+
+    return types.int64(tile, outside), codegen
+
+
+def _indices(array: BoundArrayType, index: Any) -> list[Any]:
+    """Return the types of the indices into an array, or raise what is wrong with them."""
+    given = list(index.types) if isinstance(index, types.BaseTuple) else [index]
+    for ty in given:
+        kind = ty.dtype if isinstance(ty, Lanes) else ty
+        if not isinstance(kind, types.Integer):
+            raise TypingError(
+                f"an array is indexed by integers, one for each of its axes, not by {ty}"
+            )
+    if len(given) != array.ndim:
+        raise TypingError(
+            f"an array of {array.ndim} axes takes {array.ndim} indices, not {len(given)}"
+        )
+    return given
+
+
+@typed(operator.getitem)
+def _type_getitem(array: Any, index: Any) -> Any:
+    if not isinstance(array, BoundArrayType):
+        return None
+    given = _indices(array, index)
+    return array.element(max((ty.width for ty in given if isinstance(ty, Lanes)), default=1))
+
+
+@lower_builtin(operator.getitem, BoundArrayType, types.Any)
+def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    """Read an element for every lane; nothing outside of the array is ever read.
+
+    A negative index counts from the end. Lanes whose index is outside read element 0, or 0 where
+    there is none, and are noted.
+    """
+    ty, to = sig.args[0], sig.return_type
+    array = cgutils.create_struct_proxy(ty)(context, b, args[0])
+    several = isinstance(sig.args[1], types.BaseTuple)
+    narrow = Lanes(types.int32, to.width, to.real)
+    wide = narrow.of(types.int64)
+    offsets = outside = None
+    for axis, kind in enumerate(_indices(ty, sig.args[1])):
+        value = b.extract_value(args[1], axis) if several else args[1]
+        size = b.extract_value(array.shape, axis)
+        stride = b.extract_value(array.strides, axis)
+        small = not ty.far and isinstance(kind, Lanes) and kind.dtype == types.int32
+        if not ty.far:  # says so to LLVM, which has a cheap product for it
+            stride = b.sext(b.trunc(stride, I32), I64)
+        i = _operand(context, b, value, kind, narrow if small else wide)
+        n = Vector(b, _broadcast(b, b.trunc(size, I32) if small else size, to.width))
+        i = i.cmp("<", 0).where(i + n, i)
+        beyond = Vector(b, b.icmp_unsigned(">=", i.value, n.value))
+        i = beyond.where(0, i)
+        if small:
+            i = Vector(b, b.sext(i.value, wide.llvm))
+        offset = i * Vector(b, _broadcast(b, stride, to.width))
+        offsets = offset if offsets is None else offsets + offset
+        outside = beyond if outside is None else outside | beyond
+    assert offsets is not None
+    assert outside is not None
+    _note_outside(b, array.outside, outside, ty.real.width)
+    # An empty array has no element 0.
+    empty = ir.Constant(ir.IntType(1), 0)
+    for axis in range(ty.ndim):
+        size = b.extract_value(array.shape, axis)
+        empty = b.or_(empty, b.icmp_signed("==", size, I64(0)))
+    nothing = b.ptrtoint(cgutils.alloca_once_value(b, I64(0)), I64)
+    base = b.select(empty, nothing, array.address)
+    stored = _STORAGE.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
+    x = ir.Constant(ir.VectorType(stored, to.width), ir.Undefined)
+    for lane in range(to.width):
+        at = b.add(base, b.extract_element(offsets.value, I32(lane)))
+        x = b.insert_element(x, _load_constant(b, at, stored), I32(lane))
+    if isinstance(to.dtype, types.Float):
+        return _from_storage(b, x, ty.stored, to)
+    if isinstance(to.dtype, types.Boolean):
+        return Vector(b, x).cmp("!=", 0).value
+    element = getattr(types, ty.stored)
+    if element.bitwidth == to.dtype.bitwidth:
+        return x
+    return (b.sext if element.signed else b.zext)(x, to.llvm)
+
+
+def _note_outside(b: Any, place: Any, outside: Vector, width: int) -> None:
+    """Add to the lanes that were outside."""
+    ty = ir.VectorType(I32, width)
+    value = outside.value
+    if outside.type.count != width:
+        value = _broadcast(b, b.extract_element(value, I32(0)), width)
+    at = b.bitcast(place, ty.as_pointer())
+    b.store(b.or_(b.load(at), b.sext(value, ty)), at)
+
+
+@intrinsic(prefer_literal=True)
+def uniform_index(typingctx: Any, tile: Any, dtype: Any, x: Any) -> Any:
+    """Return an index that is the same for all lanes, as "int32" (it must be small) or "int64"."""
+    to = Lanes(getattr(types, dtype.literal_value), 1, tile.real.dtype, INDEX_BOUND)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = context.cast(b, args[2], sig.args[2], types.int64)
+        return _broadcast(b, b.trunc(value, I32) if to.dtype == types.int32 else value, 1)
+
+    return to(tile, dtype, types.unliteral(x)), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_index(typingctx: Any, tile: Any, dtype: Any, address: Any, offset: Any) -> Any:
+    """Return W int64 from a byte address, plus an offset, as "int32" or "int64" index lanes."""
+    to = Lanes(getattr(types, dtype.literal_value), tile.real.width, tile.real.dtype, INDEX_BOUND)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        wide = Vector(b, _load(b, args[2], to.of(types.int64).llvm))
+        value = (wide + Vector(b, _broadcast(b, args[3], to.width))).value
+        return b.trunc(value, to.llvm) if to.dtype == types.int32 else value
+
+    return to(tile, dtype, types.int64, types.int64), codegen
+
+
+@intrinsic
+def as_score(typingctx: Any, tile: Any, x: Any) -> Any:
+    """Convert what a modifier returned to the tile's float lanes."""
+    to = tile.real
+    kind = x.dtype if isinstance(x, Lanes) else x
+    if not isinstance(kind, types.Integer | types.Float) or isinstance(kind, types.Boolean):
+        raise TypingError(f"expected a number to be returned, got {x}")
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return _operand(context, b, args[1], sig.args[1], to).value
+
+    return to(tile, x), codegen
+
+
+@intrinsic
+def as_condition(typingctx: Any, tile: Any, x: Any) -> Any:
+    """Convert what a mask function returned to boolean lanes."""
+    to = tile.real.of(types.boolean)
+    kind = x.dtype if isinstance(x, Lanes) else x
+    if not isinstance(kind, types.Boolean):
+        raise TypingError(f"expected True or False to be returned, got {x}")
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return _operand(context, b, args[1], sig.args[1], to).value
+
+    return to(tile, x), codegen

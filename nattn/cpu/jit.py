@@ -2,33 +2,40 @@
 
 A kernel is made by a factory: a module-level function of a few constants (a `Tile`, strings,
 numbers) that returns the plain function to compile. Everything else is reached through functions
-marked ``@device``, which are compiled into it. Such closures hit Numba's disk cache in every later
-process; closures over compiled functions would miss in each.
+marked ``@device``, which are compiled into it. A kernel is known by its factory's code, these
+constants and the processor.
 
-Numba's cache does not see edits in other files than the kernel's own. So every state of the
-package has a cache folder of its own, named after a fingerprint of all its sources.
+Numba's own disk cache would miss closures over users' functions and not see edits in other files
+than the kernel's. So every state of the package has a cache folder of its own, named after a
+fingerprint of all its sources, with one file for each kernel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import os
+import pickle
 import re
 import shutil
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import serialize
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.errors import NumbaError, NumbaWarning
+from numba.core.sigutils import normalize_signature
 from numba.extending import register_jitable
+
+from ..functions import code_text
 
 # NumPy's error model: a division by zero gives inf or NaN; a cfunc could not raise anyway.
 _OPTIONS = {"nopython": True, "error_model": "numpy"}
@@ -147,32 +154,62 @@ def clear_cache() -> int:
     return freed
 
 
-def _compile(signature: str, function: Callable[..., Any]) -> Any:
-    """Compile to C's calling convention, from the disk cache if it is there and sound."""
-    for _ in range(2):
+class _KernelFile:
+    """One kernel on disk, as Numba's compiler asks for it: load and save, or do without.
+
+    Whatever is wrong with a file or a folder (truncated, full, read-only, gone) costs a compile
+    and nothing else.
+    """
+
+    def __init__(self, name: str, key: str) -> None:
+        self._name = name
+        self._key = key
+
+    def _path(self, target_context: Any) -> Path | None:
         folder = cache_folder()
         if folder is None:
-            break
+            return None
+        processor = repr(target_context.codegen().magic_tuple())
+        digest = hashlib.sha256(f"{self._key}\n{processor}".encode()).hexdigest()[:32]
+        return folder / f"{self._name}-{digest}.kernel"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the compiled function, or None."""
+        target_context.refresh()
+        path = self._path(target_context)
+        if path is None:
+            return None
         try:
-            return _compile_cached(signature, function, folder)
-        except NumbaError:  # the kernel is wrong, not the cache
-            raise
+            content = path.read_bytes()
+            checksum, payload = content[:32], content[32:]
+            if hashlib.sha256(payload).digest() != checksum:
+                return None
+            return CompileResult._rebuild(target_context, *pickle.loads(payload))
         except Exception:
-            # A truncated file, a full disk, a folder that went away: none may stop a call.
-            shutil.rmtree(folder, ignore_errors=True)
-            cache_folder.cache_clear()
-    return numba.cfunc(signature, **_OPTIONS)(function)
+            return None
+
+    def save_overload(self, sig: Any, result: Any) -> None:
+        """Write the compiled function, whole or not at all."""
+        path = self._path(result.target_context)
+        if path is None or result.library.has_dynamic_globals:
+            return
+        payload = serialize.dumps(result._reduce())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(hashlib.sha256(payload).digest() + payload)
+            os.replace(file.name, path)
+        except OSError:
+            with contextlib.suppress(OSError, UnboundLocalError):
+                os.unlink(file.name)
 
 
-def _compile_cached(signature: str, function: Callable[..., Any], folder: Path) -> Any:
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder)  # read once, when the cache object is made
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumbaWarning)  # that a folder cannot be written
-            return numba.cfunc(signature, cache=True, **_OPTIONS)(function)
-    finally:
-        numba.config.CACHE_DIR = before
+def _compile(signature: str, function: Callable[..., Any], name: str, key: str) -> Any:
+    """Compile to C's calling convention, or load from the disk."""
+    compiled = CFunc(function, normalize_signature(signature), {}, dict(_OPTIONS))
+    compiled._cache = _KernelFile(name, key)
+    compiled.compile()
+    return compiled
 
 
 class Kernel:
@@ -191,7 +228,9 @@ class Kernel:
             with _lock:
                 found = self._variants.get(constants)
                 if found is None:
-                    found = _compile(self._signature, self._factory(*constants))
+                    function, name = self._factory(*constants), self._factory.__name__
+                    key = repr((self._signature, code_text(self._factory.__code__), constants))
+                    found = _compile(self._signature, function, name, key)
                     self._variants[constants] = found
         return found
 
