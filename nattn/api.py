@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .problem import Integers, Problem, Scale, Window, check_flag, check_name
+from .masks import Blocks
+from .problem import Integers, Mod, Problem, Scale, Window, check_flag, check_name
 
 Progress = Callable[[float], object]
 
@@ -65,8 +66,16 @@ def attention(
     mask: ArrayLike | None = ...,
     bias: ArrayLike | None = ...,
     scale: Scale | None = ...,
+    softcap: Scale | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    score_mod: Mod | None = ...,
+    mask_mod: Mod | None = ...,
+    block_mask: Blocks | None = ...,
     q_lens: Integers | None = ...,
     kv_lens: Integers | None = ...,
+    dropout_p: float = ...,
+    seed: int | None = ...,
     layout: str = ...,
     return_lse: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
@@ -86,8 +95,16 @@ def attention(
     mask: ArrayLike | None = ...,
     bias: ArrayLike | None = ...,
     scale: Scale | None = ...,
+    softcap: Scale | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    score_mod: Mod | None = ...,
+    mask_mod: Mod | None = ...,
+    block_mask: Blocks | None = ...,
     q_lens: Integers | None = ...,
     kv_lens: Integers | None = ...,
+    dropout_p: float = ...,
+    seed: int | None = ...,
     layout: str = ...,
     return_lse: Literal[True],
     out: NDArray[Any] | None = ...,
@@ -107,8 +124,16 @@ def attention(
     mask: ArrayLike | None = ...,
     bias: ArrayLike | None = ...,
     scale: Scale | None = ...,
+    softcap: Scale | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    score_mod: Mod | None = ...,
+    mask_mod: Mod | None = ...,
+    block_mask: Blocks | None = ...,
     q_lens: Integers | None = ...,
     kv_lens: Integers | None = ...,
+    dropout_p: float = ...,
+    seed: int | None = ...,
     layout: str = ...,
     return_lse: bool,
     out: NDArray[Any] | None = ...,
@@ -127,8 +152,16 @@ def attention(
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: Scale | None = None,
+    softcap: Scale | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    block_mask: Blocks | None = None,
     q_lens: Integers | None = None,
     kv_lens: Integers | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     layout: str = "bhnd",
     return_lse: bool = False,
     out: NDArray[Any] | None = None,
@@ -136,10 +169,14 @@ def attention(
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
     """Exact scaled dot-product attention, in memory that grows linearly with the input.
 
-    For each batch item and query head, with ``pos = i + q_offset``::
+    For each batch item `b` and query head `h`, with ``pos = i + q_offset``::
 
-        s[i, j] = scale * dot(q[i], k[j]) + bias[i, j]
-        lse[i]  = log(sum_j exp(s[i, j]))           over the visible keys j
+        s[i, j] = scale * dot(q[i], k[j])
+        s       = softcap * tanh(s / softcap)            only with softcap
+        s       = score_mod(s, b, h, pos, j)             only with score_mod
+        s       = s - alibi_slopes[h] * |pos - j|        only with alibi_slopes
+        s       = s + bias[b, h, i, j]                   only with bias
+        lse[i]  = log(sum_j exp(s[i, j]) + exp(sinks[h]))    over the visible keys j
         out[i]  = sum_j exp(s[i, j] - lse[i]) * v[j]
 
     The matrix of scores is never built (except by ``backend="reference"``, one head at a time).
@@ -171,8 +208,34 @@ def attention(
         q's dtype rounds to -inf.
     scale : float, optional
         Factor of the scores, ``1 / sqrt(D)`` by default; rounded to q's dtype.
+    softcap : float, optional
+        Bound of the scores, smoothly approached; rounded to q's dtype. None and 0 are off.
+    alibi_slopes : (Hq,) or (B, Hq) array_like, optional
+        For each head how much a score falls with every position between query and key; float16,
+        float32, float64 or integers, finite. `nattn.alibi_slopes` makes those of the paper.
+    sinks : (Hq,) array_like, optional
+        For each head one more score in the softmax, with no key and no value; of the same dtypes,
+        rounded to q's dtype. -inf is none; NaN and inf make all rows of the head NaN.
+    score_mod : callable, optional
+        ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score: a plain Python function in
+        NumPy's style, of the batch item, the query head, the position ``pos`` of the query and the
+        key. Further parameters are bound to arrays and numbers with `functools.partial`. It runs
+        elementwise, compiled for SIMD lanes: no ``if`` on an argument, but ``np.where``. A score
+        of -inf hides its key. See `nattn.mods`.
+    mask_mod : callable, optional
+        ``mask_mod(b, h, q_idx, kv_idx)`` returns True where the key is visible; a function like
+        `score_mod`. `nattn.mask` wraps one, so that ``& | ~`` combine masks. See `nattn.masks`.
+    block_mask : nattn.BlockMask, optional
+        A mask_mod with a map of the blocks that it leaves empty, which are then skipped. Takes the
+        place of `mask_mod` and gives the same bits; made for the sizes and offsets of this call.
     q_lens, kv_lens : int or (B,) integers, optional
         Rows and keys of each item that exist; what lies behind is padding and is not read.
+    dropout_p : float, default 0.0
+        ``0 <= dropout_p < 1``: probabilities are set to 0 with this probability and otherwise
+        divided by ``1 - dropout_p``, after the softmax. `lse` is that without dropout.
+    seed : int, optional
+        ``0 <= seed < 2**64``, required with dropout: what is dropped depends on
+        ``(seed, b, h, i, j)`` alone (`nattn.mods.keep` tells).
     layout : {"bhnd", "bnhd"}, default "bhnd"
         Order of the axes of q, k, v and out. "bnhd" is ``(B, N, H, D)``, for 4-D arrays.
     return_lse : bool, default False
@@ -190,15 +253,18 @@ def attention(
         Like q with the last axis ``Dv``, in q's dtype and native byte order. A row that sees no
         key is 0.
     lse : ndarray, only with ``return_lse=True``
-        Natural logarithm of the sum of the exponentials of the visible scores, ``(B, Hq, Nq)``
-        in both layouts (``(Hq, Nq)`` and ``(Nq,)`` for lower ranks), in q's dtype. A row that
-        sees no key has -inf.
+        Natural logarithm of the sum of the exponentials of the visible scores and the sink,
+        ``(B, Hq, Nq)`` in both layouts (``(Hq, Nq)`` and ``(Nq,)`` for lower ranks), in q's dtype.
+        A row that sees no key has -inf, or its sink.
 
     Raises
     ------
     ValueError, TypeError
         For bad input, before anything is computed or written. The text names the argument, what
         was expected and what was got.
+    IndexError
+        If a score_mod or mask_mod indexes a bound array out of range, at a pair that causal,
+        window, lengths and mask leave visible. `out` is then undefined. Negative indices wrap.
     NotImplementedError
         For legal input that no backend handles yet: float16, bfloat16 and arrays on a GPU.
 
@@ -206,10 +272,11 @@ def attention(
     -----
     NaN and Inf in a hidden key, value, bias or mask slot change nothing; a visible NaN reaches
     exactly the rows that see it, and a visible score of +inf makes its row NaN. A score of -inf
-    hides its key. Equal input gives equal bits, whatever the number of threads and the other
-    items of the batch.
+    hides its key. A value whose probability is dropped is not read. Equal input gives equal bits,
+    whatever the number of threads and the other items of the batch.
 
     The streaming softmax is that of Milakov and Gimelshein [1]_, tiled as in FlashAttention [2]_.
+    The random bits of dropout are those of Philox4x32-10 [3]_.
 
     References
     ----------
@@ -217,6 +284,8 @@ def attention(
        arXiv:1805.02867.
     .. [2] T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Re, "FlashAttention: Fast and
        Memory-Efficient Exact Attention with IO-Awareness", 2022, arXiv:2205.14135.
+    .. [3] J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel Random Numbers: As Easy as
+       1, 2, 3", SC 2011.
 
     Examples
     --------
@@ -230,6 +299,23 @@ def attention(
     ((1, 8, 100, 64), (1, 8, 100))
     >>> bool(np.allclose(out[:, 3, 0], v[:, 0, 0]))  # the first row sees only the first key
     True
+
+    Functions of one's own, and of `nattn.masks`, with what they need bound to them:
+
+    >>> import functools
+    >>> def decayed(score, b, h, q_idx, kv_idx, rate):
+    ...     return score - rate * np.sqrt(abs(q_idx - kv_idx))
+    >>> doc = np.repeat([0, 1, 2], [30, 50, 20])
+    >>> same = functools.partial(nattn.masks.document, doc=doc)
+    >>> out = nattn.attention(
+    ...     q,
+    ...     k,
+    ...     v,
+    ...     score_mod=functools.partial(decayed, rate=0.1),
+    ...     mask_mod=nattn.mask(same) & nattn.masks.causal,
+    ... )
+    >>> bool(np.allclose(out[:, 3, 30], v[:, 0, 30]))  # the first row of the second document
+    True
     """
     result: NDArray[Any] | tuple[NDArray[Any], NDArray[Any]] = _attend(
         q,
@@ -241,8 +327,16 @@ def attention(
         mask=mask,
         bias=bias,
         scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
         q_lens=q_lens,
         kv_lens=kv_lens,
+        dropout_p=dropout_p,
+        seed=seed,
         layout=layout,
         return_lse=return_lse,
         out=out,
@@ -262,8 +356,16 @@ def _attend(
     mask: Any = None,
     bias: Any = None,
     scale: Scale | None = None,
+    softcap: Scale | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    block_mask: Blocks | None = None,
     q_lens: Integers | None = None,
     kv_lens: Integers | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     layout: str = "bhnd",
     return_lse: bool = False,
     out: NDArray[Any] | None = None,
@@ -281,8 +383,16 @@ def _attend(
         mask=mask,
         bias=bias,
         scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
         q_lens=q_lens,
         kv_lens=kv_lens,
+        dropout_p=dropout_p,
+        seed=seed,
         layout=layout,
         out=out,
     )

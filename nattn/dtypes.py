@@ -54,6 +54,9 @@ def error_budget(
     max_abs_score: ArrayLike,
     max_abs_v: ArrayLike,
     D: int,
+    *,
+    score_error: ArrayLike | None = None,
+    dropout_p: float = 0.0,
 ) -> ErrorBudget:
     """Bound the distance between a backend's result and the float64 reference.
 
@@ -65,15 +68,21 @@ def error_budget(
     dtype : dtype
         Compute dtype, float32 or float64; ``u = eps / 2`` is its unit roundoff.
     row_length : array_like
-        ``n``, the number of keys that a row sees.
+        ``n``, the number of keys that a row sees; a sink is one more.
     max_abs_score : array_like
         ``S``, the largest score of a row *without cancellation*:
-        ``max_j(|scale| * sum_d |q[d] * k[j, d]| + |bias[j]|)`` over the visible keys. Pass 0
-        where the arithmetic on scores is known to be exact.
+        ``max_j(|scale| * sum_d |q[d] * k[j, d]| + |bias[j]|)`` over the visible keys, or the size
+        of the sink, if that is larger. Pass 0 where the arithmetic on scores is known to be exact.
+        With modifiers the first term is the size of what they returned.
     max_abs_v : array_like
         The largest ``|v[j, d]|`` among the visible keys.
     D : int
         Head dimension of q and k.
+    score_error : array_like, optional
+        ``E``, with modifiers: the largest absolute error of what they return, which takes in that
+        of the dot product and what they make of it.
+    dropout_p : float, default 0.0
+        Probability of dropping.
 
     Returns
     -------
@@ -84,7 +93,8 @@ def error_budget(
     -----
     1. A score ``s`` is a dot product of ``D`` terms (``D u S``), times the scale, plus the bias,
        minus the row's maximum and times ``log2(e)``: at most ``D + 8`` roundings that are each
-       relative to ``S``, so ``|ds| <= (D + 8) u S``.
+       relative to ``S``, so ``|ds| <= (D + 8) u S``. A modifier comes after the dot product and
+       the scale: then ``|ds| <= E + 8 u S``.
     2. ``exp`` has at most 2 ulp (``4 u``), so a weight has the relative error ``e = ds + 4 u``.
        ``out`` is a weighted mean, where an error common to all weights cancels; at worst half of
        them err up and half down: ``2 e max|v|``.
@@ -93,8 +103,11 @@ def error_budget(
        more: less than another ``n u``. Together ``3 n u max|v|``.
     4. The normalisation adds ``4 u max|v|``. Sums of subnormal products lose at most ``n``
        smallest subnormals.
+    5. Dropout leaves the sum of a part of the terms, times ``1 / (1 - p)``: all of this bounds a
+       part too, so the factor is what it costs, and ``4 u`` for its own roundings.
 
-    ``out``: ``max|v| u (2 (D + 8) S + 3 n + 12)``. ``lse = row_max + log(row_sum)`` takes ``ds``
+    ``out``: ``max|v| u (2 (D + 8) S + 3 n + 12)``, or ``max|v| (2 E + u (16 S + 3 n + 12))`` with
+    modifiers. ``lse = row_max + log(row_sum)`` takes ``ds``
     once, the relative error of ``row_sum`` (``2 n u + 4 u``), 4 ulp of a logarithm that is at
     most ``log n``, and the rounding of the result, which is at most ``S + log n``. In float64 the
     reference rounds just as much, which doubles both.
@@ -104,9 +117,12 @@ def error_budget(
     n = np.asarray(row_length, np.float64)
     S = np.asarray(max_abs_score, np.float64)
     log_n = np.log(np.maximum(n, 1.0))
-    out = np.asarray(max_abs_v, np.float64) * u * (2 * (D + 8) * S + 3 * n + 12)
-    out = out + n * float(info.smallest_subnormal)
-    lse = u * ((D + 9) * S + 2 * n + 4 + 9 * log_n)
+    E = np.asarray(0.0 if score_error is None else score_error, np.float64)
+    D = D if score_error is None else 0
+    rest = 12 if dropout_p == 0.0 else 16
+    out = np.asarray(max_abs_v, np.float64) * (2 * E + u * (2 * (D + 8) * S + 3 * n + rest))
+    out = (out + n * float(info.smallest_subnormal)) / (1.0 - dropout_p)
+    lse = E + u * ((D + 9) * S + 2 * n + 4 + 9 * log_n)
     both = 2 if dtype == FLOAT64 else 1
     return ErrorBudget(both * out, both * lse)
 

@@ -1054,6 +1054,7 @@ def _integer_access(name: str, ty: Any, numba_type: Any) -> Any:
     return access
 
 
+read_int8 = _integer_access("int8", ir.IntType(8), types.int8)
 read_int64 = _integer_access("int64", I64, types.int64)
 
 
@@ -1074,17 +1075,23 @@ write_int64 = _integer_write("int64", types.int64)
 write_int32 = _integer_write("int32", types.int32)
 
 
-@intrinsic
-def atomic_add(typingctx: Any, address: Any, amount: Any) -> Any:
-    """Add to the int64 at an address, atomically, and return what was there.
+def _atomic(operation: str, doc: str) -> Any:
+    @intrinsic
+    def update(typingctx: Any, address: Any, operand: Any) -> Any:
+        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            return b.atomic_rmw(operation, _pointer(b, args[0], I64), args[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), codegen
+
+    update.__doc__ = f"""{doc} the int64 at an address, atomically, and return what was there.
 
     What a thread wrote before is seen by those that read the new number.
     """
+    return update
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", _pointer(b, args[0], I64), args[1], "seq_cst")
 
-    return types.int64(types.int64, types.int64), codegen
+atomic_add = _atomic("add", "Add to")
+atomic_or = _atomic("or", "Set bits of")
 
 
 @intrinsic

@@ -6,20 +6,24 @@ and layout, integers cannot overflow, nothing is left to guess.
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 import reprlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import dtypes
+from . import dtypes, masks, mods
+from .functions import MASK_MOD, SCORE_MOD, Combination, Tree, resolve
 
 Integers = int | ArrayLike
 Scale = float | np.floating[Any] | NDArray[Any]
 Window = tuple[int | None, int | None]
+Mod = Callable[..., Any]
 
 _FAR = 1 << 59
 """Farther than any array reaches; an int64 holds the sum of fifteen such numbers."""
@@ -53,6 +57,18 @@ class Problem:
     mask, bias : ndarray or None
         Views broadcast to ``(B, Hq, Nq, Nk)``, never materialised. mask is bool; bias is float16,
         float32 or float64, to be rounded to `dtype` as it is read.
+    score_mods : tuple of Bound or Combination
+        What happens to a score before the bias is added, in this order: softcap, the user's
+        score_mod, ALiBi. The first is `mods.softcap` bound to ``cap``, a float of `dtype`; the
+        last is `mods.alibi` bound to ``slopes``, a ``(B, Hq)`` view.
+    mask_mod : Bound, Combination or None
+        Which keys a position sees, from the argument of that name or from `block_mask`.
+    block_mask : masks.Blocks or None
+        Which blocks `mask_mod` leaves empty or full; made for these sizes and offsets.
+    sinks : ndarray or None
+        ``(Hq,)`` in `dtype`, contiguous: an extra logit for each head.
+    dropout_p, seed : float, int
+        Probability of dropping, 0.0 for none, and ``0 <= seed < 2**64``.
     rank, layout
         How the caller wrote the arrays, to give the result back alike.
     """
@@ -77,6 +93,12 @@ class Problem:
     kv_lens: NDArray[np.int64]
     mask: NDArray[np.bool_] | None
     bias: NDArray[Any] | None
+    score_mods: tuple[Tree, ...]
+    mask_mod: Tree | None
+    block_mask: masks.Blocks | None
+    sinks: NDArray[Any] | None
+    dropout_p: float
+    seed: int
     rank: int
     layout: str
 
@@ -93,8 +115,16 @@ class Problem:
         mask: Any = None,
         bias: Any = None,
         scale: Scale | None = None,
+        softcap: Scale | None = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        score_mod: Mod | None = None,
+        mask_mod: Mod | None = None,
+        block_mask: masks.Blocks | None = None,
         q_lens: Integers | None = None,
         kv_lens: Integers | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
         layout: Any = "bhnd",
         out: NDArray[Any] | None = None,
     ) -> Problem:
@@ -113,7 +143,10 @@ class Problem:
             q, k, v = _as_array("q", q), _as_array("k", k), _as_array("v", v)
         mask = None if mask is None else _as_array("mask", mask)
         bias = None if bias is None else _as_array("bias", bias)
-        given = (q, k, v, mask, bias)
+        alibi_slopes = None if alibi_slopes is None else _as_array("alibi_slopes", alibi_slopes)
+        sinks = None if sinks is None else _as_array("sinks", sinks)
+        given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+        given |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
 
         dtype = q.dtype
         if not (
@@ -143,9 +176,20 @@ class Problem:
         else:
             exact = _integers("q_offset", q_offset, B)
             offset = np.array([_near(x, *window) for x in exact], _INT64)
-        window = (_clamp(window[0]), _clamp(window[1]))
 
         pairs = (B, Hq, Nq, Nk)
+        tree, blocks = None, None
+        if block_mask is not None:
+            blocks = _blocks(block_mask, mask_mod, pairs, offset, window)
+            tree = blocks.mask_mod
+        elif mask_mod is not None:
+            tree = resolve("mask_mod", mask_mod, MASK_MOD)
+        cap = None if softcap is None else _softcap(softcap, dtype)
+        user = None if score_mod is None else resolve("score_mod", score_mod, SCORE_MOD)
+        slopes = None if alibi_slopes is None else _slopes(alibi_slopes, B, Hq, dtype)
+        probability = _probability(dropout_p)
+        window = (_clamp(window[0]), _clamp(window[1]))
+
         problem = object.__new__(cls)
         # the __init__ of a frozen dataclass would take a third of all the time spent here
         problem.__dict__.update(
@@ -169,10 +213,22 @@ class Problem:
             kv_lens=lens_kv,
             mask=None if mask is None else _mask(mask, pairs),
             bias=None if bias is None else _bias(bias, pairs),
+            score_mods=(
+                *(() if cap is None else (_bound_softcap(cap),)),
+                *(() if user is None else (user,)),
+                *(() if slopes is None else (_bound_alibi(slopes),)),
+            ),
+            mask_mod=tree,
+            block_mask=blocks,
+            sinks=None if sinks is None else _sinks(sinks, Hq, dtype),
+            dropout_p=probability,
+            seed=_seed(seed, probability),
             rank=rank,
             layout=layout,
         )
         if out is not None:
+            for name, function in (("score_mod", user), ("mask_mod", tree)):
+                given.update(_bound_arrays(name, function))
             problem._check_out(out, given)
         return problem
 
@@ -216,7 +272,7 @@ class Problem:
             hi = np.minimum(hi, pos + right + 1)
         return lo, np.where(i < self.q_lens[b], hi, 0)
 
-    def _check_out(self, out: Any, given: tuple[Any, ...]) -> None:
+    def _check_out(self, out: Any, given: dict[str, Any]) -> None:
         if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
             raise TypeError(f"out: expected a NumPy array, got {_show(out)}")
         if out.dtype != self.dtype:  # a dtype of the other byte order differs too
@@ -232,7 +288,7 @@ class Problem:
                 "out: expected an element of memory for each result, got strides "
                 f"{out.strides} for shape {out.shape}, which overlap"
             )
-        for name, array in zip(("q", "k", "v", "mask", "bias"), given, strict=True):
+        for name, array in given.items():
             if array is not None and _share_memory(out, array):
                 raise ValueError(
                     f"out: expected memory of its own, got an array that overlaps {name}"
@@ -389,18 +445,65 @@ def _is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
-def _scale(value: Any, dtype: np.dtype) -> float:
+def _finite(name: str, value: Any, expected: str) -> float:
+    """Return a float from a real number that is finite in float64."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if type(value) is not float and not _is_real(value):
-        raise TypeError(f"scale: expected a real number, got {_show(value)}")
+        raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
     try:
         exact = float(value)
         if exact - exact == 0.0:  # neither NaN nor infinite
-            return dtypes.round_to(exact, dtype)
+            return exact
     except OverflowError:
         pass
-    raise ValueError(f"scale: expected a number that is finite in {dtype}, got {_show(value)}")
+    raise ValueError(f"{name}: expected {expected}, got {_show(value)}")
+
+
+def _scale(value: Any, dtype: np.dtype) -> float:
+    expected = f"a number that is finite in {dtype}"
+    exact = _finite("scale", value, expected)
+    try:
+        return dtypes.round_to(exact, dtype)
+    except OverflowError:
+        raise ValueError(f"scale: expected {expected}, got {_show(value)}") from None
+
+
+def _softcap(value: Any, dtype: np.dtype) -> float | None:
+    """Return a positive number of the compute dtype; None if it is off."""
+    expected = f"None, 0 or a positive number that is finite and not 0 in {dtype}"
+    exact = _finite("softcap", value, expected)
+    if exact == 0.0:
+        return None
+    try:
+        cap = dtypes.round_to(exact, dtype)
+    except OverflowError:
+        cap = 0.0
+    if cap <= 0.0:
+        raise ValueError(f"softcap: expected {expected}, got {_show(value)}")
+    return cap
+
+
+def _probability(value: Any) -> float:
+    if type(value) is float and value == 0.0:
+        return 0.0
+    expected = "a number p with 0 <= p < 1"
+    p = _finite("dropout_p", value, expected)
+    if not 0.0 <= p < 1.0:  # also where a number below 1 rounds to 1
+        raise ValueError(f"dropout_p: expected {expected}, got {_show(value)}")
+    return abs(p)
+
+
+def _seed(value: Any, dropout_p: float) -> int:
+    expected = "an integer from 0 to 2**64 - 1"
+    if value is None:
+        if dropout_p > 0.0:
+            raise TypeError(f"seed: expected {expected} for dropout_p={dropout_p}, got None")
+        return 0
+    seed = _integer("seed", value, expected)
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed: expected {expected}, got {_show(seed)}")
+    return seed
 
 
 def _integer(name: str, value: Any, expected: str = "an integer") -> int:
@@ -484,7 +587,7 @@ def _near(offset: int, left: int | None, right: int | None) -> int:
     return offset
 
 
-# mask, bias, out
+# mask, bias, slopes, sinks, out
 
 
 def _broadcast(name: str, x: NDArray[Any], pairs: tuple[int, ...]) -> NDArray[Any]:
@@ -510,6 +613,99 @@ def _bias(bias: NDArray[Any], pairs: tuple[int, ...]) -> NDArray[Any]:
             raise NotImplementedError(f"{text}, which is not built yet")
         raise TypeError(text)
     return _broadcast("bias", _native(bias, native), pairs)
+
+
+def _real_array(name: str, x: NDArray[Any]) -> NDArray[Any]:
+    """Return integers or floats in native byte order."""
+    native = x.dtype.newbyteorder("=")
+    if native.kind not in "iu" and native not in dtypes.BIAS:
+        text = f"{name}: expected dtype float16, float32, float64 or integers, got {x.dtype}"
+        if dtypes.is_float(native):
+            raise NotImplementedError(f"{text}, which is not built yet")
+        raise TypeError(text)
+    return _native(x, native)
+
+
+def _slopes(slopes: NDArray[Any], B: int, Hq: int, dtype: np.dtype) -> NDArray[Any]:
+    slopes = _real_array("alibi_slopes", slopes)
+    if slopes.shape not in ((Hq,), (B, Hq)):
+        raise ValueError(
+            f"alibi_slopes: expected shape (Hq,) = ({Hq},) or (B, Hq) = {(B, Hq)}, "
+            f"got {slopes.shape}"
+        )
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(slopes.astype(dtype))
+    if not finite.all():  # of an infinite slope 0 times the distance would be NaN
+        raise ValueError(
+            f"alibi_slopes: expected numbers that are finite in {dtype}, got {slopes[~finite][0]}"
+        )
+    return np.broadcast_to(slopes, (B, Hq))
+
+
+def _sinks(sinks: NDArray[Any], Hq: int, dtype: np.dtype) -> NDArray[Any]:
+    sinks = _real_array("sinks", sinks)
+    if sinks.shape != (Hq,):
+        raise ValueError(f"sinks: expected shape (Hq,) = ({Hq},), got {sinks.shape}")
+    with np.errstate(over="ignore"):  # rounded as a bias is, to -inf and inf too
+        return sinks.astype(dtype, order="C")
+
+
+# Modifiers and masks
+
+
+@functools.lru_cache(maxsize=64)
+def _bound_softcap(cap: float) -> Tree:
+    return resolve("softcap", functools.partial(mods.softcap, cap=cap), SCORE_MOD)
+
+
+def _bound_alibi(slopes: NDArray[Any]) -> Tree:
+    return resolve("alibi_slopes", functools.partial(mods.alibi, slopes=slopes), SCORE_MOD)
+
+
+def _bound_arrays(name: str, tree: Tree | None) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield the arrays that functions read, under a name for each."""
+    if isinstance(tree, Combination):
+        for part in tree.parts:
+            yield from _bound_arrays(name, part)  # type: ignore[arg-type]
+    elif tree is not None:
+        for parameter, value in zip(tree.names, tree.values, strict=True):
+            if isinstance(value, np.ndarray):
+                yield f"{parameter} of {name} ({tree.function.__name__})", value
+
+
+def _blocks(
+    blocks: Any,
+    mask_mod: Any,
+    pairs: tuple[int, ...],
+    offset: NDArray[np.int64],
+    window: Window,
+) -> masks.Blocks:
+    """Check that a BlockMask was made for this call."""
+    if not isinstance(blocks, masks.Blocks):
+        raise TypeError(
+            "block_mask: expected a nattn.BlockMask, made by BlockMask.from_mask_mod, "
+            f"got {_show(blocks)}"
+        )
+    if mask_mod is not None:
+        raise ValueError(
+            "mask_mod: expected None beside block_mask, which carries its own, got "
+            f"{_show(mask_mod)}; join masks with & before BlockMask.from_mask_mod"
+        )
+    B, Hq, Nq, Nk = pairs
+    sizes = blocks.B, blocks.H, blocks.Nq, blocks.Nk
+    fits = blocks.B in (1, B) and blocks.H in (1, Hq) and (blocks.Nq, blocks.Nk) == (Nq, Nk)
+    if not fits:
+        raise ValueError(
+            f"block_mask: expected (B, H, Nq, Nk) = {pairs}, where B and H may be 1, got {sizes}"
+        )
+    own = np.array([_near(int(x), *window) for x in blocks.q_offset], _INT64)
+    if np.any(own != offset):
+        raise ValueError(
+            f"block_mask: expected one made for q_offset={reprlib.repr(offset.tolist())}, "
+            f"got one for {reprlib.repr(blocks.q_offset.tolist())}; give the same q_offset to "
+            "BlockMask.from_mask_mod and to attention, whose default is kv_len - q_len of each item"
+        )
+    return blocks
 
 
 def _overlaps_itself(x: NDArray[Any]) -> bool:

@@ -7,6 +7,9 @@ of keys and values once for all of them. For a tile and a block:
     S = K Q     scores, [key][lane]          P = exp(S - row_max)      in place
     S = tile functions(S); hidden: -inf      O = O * alpha + V P       [column][lane]
 
+Which keys a tile visits is decided by causal, window and lengths, and by the kinds of the blocks of
+a block mask: what is empty is skipped, and where all is visible the mask's function does not run.
+
 A stream is the rows of one query head. Where a head has few rows, the heads that share a key head
 form one stream, so that their rows fill the lanes together.
 
@@ -26,6 +29,7 @@ from ..lanes import (
     load_int32,
     load_lanes,
     read,
+    read_int8,
     read_int64,
     scatter_transposed,
     splat,
@@ -36,9 +40,10 @@ from ..lanes import (
     write_int32,
     write_int64,
 )
+from ..masks import EMPTY, FULL
 from .jit import device, kernel
 from .micro import add_values, dot_keys
-from .score import CONTEXT, apply, lane_offsets
+from .score import CONTEXT, TOPPED, apply, lane_offsets
 from .softmax import mark_hidden, note_hidden, running_softmax
 from .threads import enter, leave, stopped, take_task
 from .tiles import AREAS, STATE_BYTES
@@ -61,20 +66,36 @@ ARGS = Struct(
         *("streams", "heads", "rows", "tiles", "tiles_per_task", "tasks_per_stream"),
         # what is visible: addresses of int64 (B,), and numbers (left, right: -1 is open)
         *("q_offset", "q_lens", "kv_lens", "causal", "left", "right"),
-        # tile functions: address of (function, params) pairs, and their number
-        *("functions", "n_functions"),
+        # tile functions: address of (function, params) pairs, and their number: for scores, for
+        # hiding scores where a block is mixed, and for probabilities
+        *("functions", "n_functions", "masks", "n_masks", "drops", "n_drops"),
+        # addresses: of the logit of each head's sink, and the params of the argument mask (0: none)
+        *("sinks", "mask"),
+        # block mask: address of its kinds (0: none), bytes over item, head and row of blocks, rows
+        # and keys of a block
+        *("blocks", "blocks_b", "blocks_h", "blocks_i", "block_size"),
         # control: address of the job's shared state
         "control",
         # scratch: address, bytes for each worker, offsets of the areas in it
         *("scratch", "scratch_bytes", *AREAS),
     ),
-    ("scale",),
+    # kept: the share of the probabilities that dropout keeps
+    ("scale", "kept"),
 )
 """What a worker gets."""
 
-STATE = Struct("TileState", ("lo", "hi", "full_lo", "full_hi", "valid", "done"))
-"""Kept for each tile of a task: the keys lo <= j < hi that some lane sees, those that all lanes
-see, the number of lanes that hold a row, and whether the result has been written."""
+STATE = Struct(
+    "TileState",
+    (
+        # the keys lo <= j < hi that causal, window and lengths leave to some lane, and to all
+        *("lo", "hi", "full_lo", "full_hi"),
+        # lanes that hold a row; rows of the block mask that the tile meets; whether it is written
+        *("valid", "n_block_rows", "done"),
+        # in the block of keys at hand: those to visit, and those of them that a mask function hides
+        *("begin", "end", "mixed_begin", "mixed_end"),
+    ),
+)
+"""Kept for each tile of a task."""
 
 
 @kernel("void(int64, int64)")
@@ -94,6 +115,7 @@ def forward_worker(tile):
         columns = (a.Dv + nr - 1) // nr * nr
         scores, alpha, top = scratch + a.scores, scratch + a.alpha, scratch + a.top
         keys, values = scratch + a.keys, scratch + a.values
+        trouble = 0
         enter(a.control)
         while True:
             task = take_task(a.control)
@@ -110,6 +132,8 @@ def forward_worker(tile):
             first_tile = part * a.tiles_per_task
             n_tiles = min(a.tiles_per_task, a.tiles - first_tile)
             context.batch = b
+            context.offset = read_int64(a.q_offset + 8 * b)
+            context.vectors, context.top, context.mask = tile.MV, top, a.mask
             context.table, context.temp = scratch + a.table, scratch + a.temp
             # Keys and columns of the values that are read where they lie; others are packed. Where
             # tiles share the copy, it costs less than what the micro-kernel loses on rows far
@@ -123,8 +147,9 @@ def forward_worker(tile):
                 assign_rows(tile, a, scratch, t, first_head, (first_tile + t) * tile.lanes)
                 select_tile(tile, a, scratch, context, t)
                 find_ranges(tile, a, scratch, context, t)
+                find_block_rows(tile, a, scratch, context, t)
                 pack_queries(tile, a, scratch, context, t)
-                reset_tile(tile, a, scratch, t, columns)
+                reset_tile(tile, a, scratch, context, t, columns)
                 state = tile_state(a, scratch, t)
                 lo, hi = min(lo, state.lo), max(hi, state.hi)
 
@@ -133,14 +158,21 @@ def forward_worker(tile):
                 for n0 in range(lo // block * block, hi, block):
                     if stopped(a.control):
                         break
-                    begin, end = max(lo, n0), min(hi, n0 + block)
+                    begin, end = hi, lo
+                    for t in range(n_tiles):
+                        select_keys(tile, a, scratch, t, n0)
+                        state = tile_state(a, scratch, t)
+                        if state.begin < state.end:
+                            begin, end = min(begin, state.begin), max(end, state.end)
+                    if begin >= end:
+                        continue
                     packed_from = pack_keys(tile, a, k, near, begin - (begin - n0) % nr, end, keys)
                     panel = (end - begin) * nr * size
                     pack_values(tile, a, v, whole, begin, end, values, panel)
                     for t in range(n_tiles):
                         state = tile_state(a, scratch, t)
-                        t_lo, t_hi = max(state.lo, n0), min(state.hi, n0 + block)
-                        if t_lo >= t_hi or state.done:
+                        t_lo, t_hi = state.begin, state.end
+                        if t_lo >= t_hi:
                             continue
                         queries = scratch + a.queries + t * a.D * row
                         start = t_lo - (t_lo - n0) % nr
@@ -165,20 +197,34 @@ def forward_worker(tile):
                         # Keys before t_lo are seen by no lane: leave them out from here on.
                         p, rows = scores + (t_lo - start) * row, t_hi - t_lo
                         hides = t_lo < state.full_lo or t_hi > state.full_hi
-                        if a.n_functions:
+                        topped = rows == groups * nr
+                        mixed_begin, mixed = state.mixed_begin, state.mixed_end - state.mixed_begin
+                        if a.n_functions or mixed > 0 or a.n_drops:
                             select_tile(tile, a, scratch, context, t)
+                        if a.n_functions:
                             context.first_key, context.n_keys = t_lo, rows
-                            apply(a.functions, a.n_functions, p, 0, scratch + a.context)
+                            said = apply(a.functions, a.n_functions, p, 0, scratch + a.context)
+                            topped = said & TOPPED != 0
+                            trouble |= said >> 2
+                        if mixed > 0:
+                            context.first_key, context.n_keys = mixed_begin, mixed
+                            at = p + (mixed_begin - t_lo) * row
+                            said = apply(a.masks, a.n_masks, at, 0, scratch + a.context)
+                            topped = mixed == rows
+                            trouble |= said >> 2 << a.n_functions
                         if hides:
                             hide(tile, a, scratch, t, p, t_lo, rows)
-                        as_computed = not a.n_functions and not hides and rows == groups * nr
+                            topped = False
                         row_max = scratch + a.row_max + t * row
                         row_sum = scratch + a.row_sum + t * row
                         if careful:
                             note_hidden(tile, p, rows, scratch + a.marks)
-                        running_softmax(tile, p, rows, as_computed, top, row_max, row_sum, alpha)
+                        running_softmax(tile, p, rows, topped, top, row_max, row_sum, alpha)
                         if careful:
                             mark_hidden(tile, p, rows, scratch + a.marks)
+                        if a.n_drops:
+                            context.first_key, context.n_keys = t_lo, rows
+                            apply(a.drops, a.n_drops, p, 0, scratch + a.context)
 
                         acc = scratch + a.acc + t * columns * row
                         add_values(
@@ -213,10 +259,10 @@ def forward_worker(tile):
                     if not tile_state(a, scratch, t).done:
                         select_tile(tile, a, scratch, context, t)
                         if not finish_tile(tile, a, scratch, context, t, columns, careful):
-                            reset_tile(tile, a, scratch, t, columns)
+                            reset_tile(tile, a, scratch, context, t, columns)
                             pending += 1
                 careful = True
-        leave(a.control, slot)
+        leave(a.control, slot, trouble)
 
     return worker
 
@@ -250,13 +296,15 @@ def select_tile(tile, a, scratch, context, t):
     """Point the context at the rows of tile t of the task."""
     context.heads = scratch + a.lane_head + t * tile.lanes * 8
     context.rows = scratch + a.lane_row + t * tile.lanes * 8
+    context.lane_lo = scratch + a.lane_lo + t * tile.lanes * 8
+    context.lane_hi = scratch + a.lane_hi + t * tile.lanes * 8
     context.valid = tile_state(a, scratch, t).valid
 
 
 @device
 def find_ranges(tile, a, scratch, context, t):
     """Find the keys lo <= j < hi that each lane sees, and those that some and all lanes see."""
-    offset = read_int64(a.q_offset + 8 * context.batch)
+    offset = context.offset
     q_len = read_int64(a.q_lens + 8 * context.batch)
     kv_len = read_int64(a.kv_lens + 8 * context.batch)
     lane_lo = scratch + a.lane_lo + t * tile.lanes * 8
@@ -283,6 +331,55 @@ def find_ranges(tile, a, scratch, context, t):
 
 
 @device
+def find_block_rows(tile, a, scratch, context, t):
+    """Find the rows of the block mask that a tile meets: the addresses of their kinds."""
+    state = tile_state(a, scratch, t)
+    count, last = 0, -1
+    if a.blocks:
+        table = scratch + a.block_rows + t * tile.lanes * 8
+        for lane in range(context.valid):
+            head, i = read_int64(context.heads + 8 * lane), read_int64(context.rows + 8 * lane)
+            at = a.blocks + context.batch * a.blocks_b + head * a.blocks_h
+            at += i // a.block_size * a.blocks_i
+            if at != last:
+                write_int64(table + 8 * count, at)
+                count, last = count + 1, at
+    state.n_block_rows = count
+
+
+@device
+def select_keys(tile, a, scratch, t, n0):
+    """Choose the keys to visit in the block from n0 on, and those that a mask is asked about."""
+    state = tile_state(a, scratch, t)
+    lo, hi = max(state.lo, n0), min(state.hi, n0 + a.block)
+    if state.done:
+        hi = lo
+    begin, end = lo, hi
+    mixed_begin, mixed_end = lo, hi if a.n_masks else lo
+    if a.blocks and lo < hi:
+        table = scratch + a.block_rows + t * tile.lanes * 8
+        begin, end, mixed_begin, mixed_end, gap = hi, lo, hi, lo, hi
+        for block in range(lo // a.block_size, (hi - 1) // a.block_size + 1):
+            least, most = FULL, EMPTY
+            for n in range(state.n_block_rows):
+                kind = read_int8(read_int64(table + 8 * n) + block)
+                least, most = min(least, kind), max(most, kind)
+            first = max(lo, block * a.block_size)
+            if most == EMPTY:
+                gap = min(gap, first)
+            else:
+                # What is empty between two that are not has to be hidden.
+                if begin < gap < hi:
+                    mixed_begin, mixed_end = min(mixed_begin, gap), first
+                gap = hi
+                begin, end = min(begin, first), min(hi, (block + 1) * a.block_size)
+                if least != FULL:
+                    mixed_begin, mixed_end = min(mixed_begin, first), end
+    state.begin, state.end = begin, end
+    state.mixed_begin, state.mixed_end = mixed_begin, mixed_end
+
+
+@device
 def pack_queries(tile, a, scratch, context, t):
     """Write the scaled queries of a tile as ``[D][lanes]``."""
     size, width, row = tile.itemsize, tile.W, tile.lanes * tile.itemsize
@@ -304,14 +401,24 @@ def pack_queries(tile, a, scratch, context, t):
 
 
 @device
-def reset_tile(tile, a, scratch, t, columns):
-    """Set a tile's running state to that of no key at all."""
+def reset_tile(tile, a, scratch, context, t, columns):
+    """Set a tile's running state to that of no key at all, or of its sink, which has no value."""
     size, width, row = tile.itemsize, tile.W, tile.lanes * tile.itemsize
     for n in range(columns * tile.MV):
         store(scratch + a.acc + t * columns * row + n * width * size, splat(tile, 0.0))
     for i in range(tile.MV):
         store(scratch + a.row_max + t * row + i * width * size, splat(tile, -np.inf))
         store(scratch + a.row_sum + t * row + i * width * size, splat(tile, 0.0))
+    if a.sinks:
+        q_len = read_int64(a.q_lens + 8 * context.batch)
+        for lane in range(tile.lanes):
+            if read_int64(context.rows + 8 * lane) < q_len:
+                sink = read(tile, a.sinks + read_int64(context.heads + 8 * lane) * size)
+                at = t * row + lane * size
+                write(tile, scratch + a.row_max + at, sink)
+                if sink != -np.inf:
+                    # one, or NaN for a sink that is not finite
+                    write(tile, scratch + a.row_sum + at, sink - sink + 1.0)
 
 
 @device
@@ -398,7 +505,7 @@ def finish_tile(tile, a, scratch, context, t, columns, careful):
     for i in range(tile.MV):
         at = i * width * size
         total = load(tile, scratch + a.row_sum + t * row + at)
-        divisor = np.where(total == 0.0, splat(tile, 1.0), total)
+        divisor = np.where(total == 0.0, splat(tile, 1.0), total) * splat(tile, a.kept)
         test = splat(tile, 0.0)
         for d in range(a.Dv):
             o = load(tile, acc + d * row + at) / divisor

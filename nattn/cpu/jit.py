@@ -44,6 +44,9 @@ _KEEP_FOLDERS = 8
 device = register_jitable(error_model="numpy")
 """Mark a function that kernels call; it stays callable from Python where it uses no lanes."""
 
+inlined = register_jitable(error_model="numpy", forceinline=True)
+"""The same for small functions whose arguments must stay in registers."""
+
 _lock = threading.RLock()
 
 

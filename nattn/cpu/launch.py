@@ -31,6 +31,7 @@ class Plan:
     """How a problem of certain sizes is cut up."""
 
     tile: Tile
+    packed: bool  # whether the lanes of a tile belong to several heads
     worker: int
     sizes: tuple[int, ...]  # the fields of ARGS from Hq to tasks_per_stream
     areas: tuple[int, ...]
@@ -56,6 +57,7 @@ def plan(
     layout = tiles.scratch_layout(tile, block, per_task, D, Dv)
     return Plan(
         tile,
+        packed,
         forward_worker(tile),
         (
             *(Hq, group, Nq, Nk, D, Dv, block),
@@ -117,18 +119,14 @@ def forward(
     dtype = "float32" if p.dtype.itemsize == 4 else "float64"
     # The softmax and each tile function are work, too: some operations for every score.
     operands = (p.bias is not None) + (p.mask is not None)
-    flops = float(p.B * p.Hq * p.Nq * p.Nk) * (2 * (p.D + p.Dv) + 40 + 60 * operands)
+    extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
+    flops = float(p.B * p.Hq * p.Nq * p.Nk) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
     workers = 1 if flops < TINY else threads.thread_count()
     todo = plan(dtype, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, workers)
     workers = min(workers, todo.n_tasks)
+    bound = _tile_functions(p, todo) if extras else _NO_FUNCTIONS
     scratch = _scratch.take(workers * todo.scratch_bytes + 64)
     control = threads.new_control(todo.n_tasks)
-    bound = [
-        score.operand_function(todo.tile, operand)
-        for operand in (p.bias, p.mask)
-        if operand is not None
-    ]
-    functions = np.array([(f, params.ctypes.data) for f, params in bound], np.int64)
     left, right = p.window
     args = _pack(
         *(p.q.ctypes.data, *p.q.strides),
@@ -139,12 +137,83 @@ def forward(
         *todo.sizes,
         *(p.q_offset.ctypes.data, p.q_lens.ctypes.data, p.kv_lens.ctypes.data),
         *(p.causal, -1 if left is None else left, -1 if right is None else right),
-        *(functions.ctypes.data, len(bound)),
+        *bound.words,
+        *(0 if p.sinks is None else p.sinks.ctypes.data, bound.mask),
+        *_blocks(p),
         ctypes.addressof(control),
         *(-(-scratch.ctypes.data // 64) * 64, todo.scratch_bytes),
         *todo.areas,
-        p.scale,
+        *(p.scale, 1.0 - p.dropout_p),
     )
-    keep = (problem, out, lse, scratch, control, bound, functions)
+    keep = (problem, out, lse, scratch, control, bound)
     threads.run(todo.worker, args, control, workers, flops, keep=keep, progress=progress)
     _scratch.give_back(scratch)
+    score.raise_outside(bound.names, threads.troubles(control))
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The tile functions of a call.
+
+    Attributes
+    ----------
+    words : tuple of int
+        The fields of ARGS from `functions` to `n_drops`.
+    mask : int
+        Address of the params of the argument mask, or 0.
+    names : tuple of str
+        What to call those that may index an array out of range.
+    keep : tuple
+        What must live while they run.
+    """
+
+    words: tuple[int, ...]
+    mask: int
+    names: tuple[str, ...]
+    keep: tuple[Any, ...]
+
+
+_NO_FUNCTIONS = _Functions((0,) * 6, 0, (), ())
+
+
+def _tile_functions(p: Problem, todo: Plan) -> _Functions:
+    """Compile and bind what happens to the scores and probabilities of a call."""
+    tile = todo.tile
+    far = int(np.abs(p.q_offset).max(initial=0)) + max(p.Nq, p.Nk)
+    scores = [score.user_function("score_mod", mod, tile, far, todo.packed) for mod in p.score_mods]
+    if p.bias is not None:
+        scores.append(score.operand_function(tile, p.bias))
+    mask = None if p.mask is None else score.operand_function(tile, p.mask)
+    if mask is not None:
+        scores.append(mask)
+    masks = []
+    if p.mask_mod is not None:
+        masks.append(score.user_function("mask_mod", p.mask_mod, tile, far, todo.packed))
+    drops = []
+    if p.dropout_p > 0.0:
+        drops.append(score.drop_function(tile, p.dropout_p, p.seed, todo.packed))
+    words: list[int] = []
+    keep: list[Any] = []
+    for functions in (scores, masks, drops):
+        table = np.array([(f.address, f.params.ctypes.data) for f in functions], np.int64)
+        words += [table.ctypes.data, len(functions)]
+        keep += [table, functions]
+    others = ["bias"] * (p.bias is not None) + ["mask"] * (p.mask is not None)
+    names = ["score_mod"] * len(p.score_mods) + others + ["mask_mod"] * len(masks)
+    address = 0 if mask is None else mask.params.ctypes.data
+    return _Functions(tuple(words), address, tuple(names), tuple(keep))
+
+
+def _blocks(p: Problem) -> tuple[int, ...]:
+    """Return the fields of ARGS from `blocks` to `block_size`."""
+    if p.block_mask is None:
+        return (0,) * 5
+    kinds = p.block_mask.kinds
+    b, h, i, _ = kinds.strides
+    return (
+        kinds.ctypes.data,
+        b if kinds.shape[0] > 1 else 0,
+        h if kinds.shape[1] > 1 else 0,
+        i,
+        p.block_mask.block_size,
+    )

@@ -1,6 +1,6 @@
 """Tile functions: what happens to a tile of scores between the two products.
 
-After the first product a tile of scores lies in L1. What a call adds to the scores or hides is
+After the first product a tile of scores lies in L1. What a call does to the scores or hides is
 one compiled function over that tile, called by address, so that the kernel is compiled once
 whatever is passed, and a call composes any list of them:
 
@@ -8,37 +8,64 @@ whatever is passed, and a call composes any list of them:
 
 All four are addresses. `scores` is the tile, ``[n_keys][lanes]``, changed in place; -inf hides a
 key. `deriv` is 0, or a tile that is multiplied by the derivative. `context` holds the integers
-named below; `params` what was bound: addresses and strides. A tile function cannot raise: the
-flags say what went wrong, and 0 that nothing did.
+named below; `params` what was bound: addresses, strides, numbers. A tile function cannot raise:
+its flags say what went wrong (`OUTSIDE`) and what it did beyond (`TOPPED`).
 
-A boolean mask is a bias of 0 and -inf, so mask and bias are one function, for each type in which
-they are stored.
+A user's function is plain Python for one score; here it runs on lanes, with a loop over the tile
+around it (`modify`, `restrict`). It is compiled once for its code and the types of what it is bound
+to. Dropout is a tile function over the probabilities. A boolean mask is a bias of 0 and -inf, so
+mask and bias are one function, for each type in which they are stored.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import linecache
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba.core.errors import NumbaError
 from numpy.typing import NDArray
 
+from .. import functions, mods
+from ..functions import Bound, Tree
 from ..lanes import (
+    INDEX_BOUND,
+    Layout,
     Struct,
     Tile,
+    as_condition,
+    as_score,
+    call_arguments,
     call_tile_function,
+    clear_outside,
     gather_transposed,
     load,
+    load_index,
     load_lanes,
     load_splat,
+    new_outside,
+    outside_bits,
+    read_int8,
     read_int64,
     splat,
     store,
+    uniform_index,
     view,
     write_int64,
 )
-from .jit import device, kernel
+from .jit import device, inlined, kernel
 
 SIGNATURE = "int64(int64, int64, int64, int64)"
+
+OUTSIDE = 1
+"""Flag: for a key that its row sees, a bound array was indexed where it has no element."""
+
+TOPPED = 2
+"""Flag: the vectors at ``context.top`` hold the largest score of each lane, as just written."""
 
 CONTEXT = Struct(
     "Context",
@@ -46,8 +73,14 @@ CONTEXT = Struct(
         # the batch item; addresses of an int64 for each lane: its head and its query row (lanes
         # from `valid` on repeat the last row: nothing may be read for them beyond that)
         *("batch", "heads", "rows", "valid"),
-        # the keys of the tile
-        *("first_key", "n_keys"),
+        # what is added to a row to get its position; addresses of an int64 for each lane: the keys
+        # lo <= j < hi that causal, window and lengths leave to it
+        *("offset", "lane_lo", "lane_hi"),
+        # the keys of the tile; its vectors of lanes
+        *("first_key", "n_keys", "vectors"),
+        # addresses: of a vector for each of those, where largest scores are left; of the params of
+        # the mask that hides a pair from users' functions too (0: none)
+        *("top", "mask"),
         # scratch: addresses of an int64 for each lane, and of W x W floats
         *("table", "temp"),
     ),
@@ -55,13 +88,38 @@ CONTEXT = Struct(
 """Which scores a tile holds."""
 
 
+class TileFunction(NamedTuple):
+    """A compiled tile function, and what it is bound to.
+
+    Attributes
+    ----------
+    address : int
+        Of the compiled code.
+    params : ndarray of int64
+        The words that it gets.
+    keep : tuple
+        What must live as long as the words, which hold addresses.
+    """
+
+    address: int
+    params: NDArray[np.int64]
+    keep: tuple[Any, ...] = ()
+
+
 @device
 def apply(functions, count, scores, deriv, context):
-    """Run the list of (function, params) pairs at address `functions` over a tile."""
+    """Run the list of (function, params) pairs at address `functions` over a tile.
+
+    Returns
+    -------
+    flags : int
+        TOPPED if the last function said so; bit n + 2 if the n-th said OUTSIDE.
+    """
     flags = 0
     for n in range(count):
         function, params = read_int64(functions + 16 * n), read_int64(functions + 16 * n + 8)
-        flags |= call_tile_function(function, scores, deriv, context, params)
+        said = call_tile_function(function, scores, deriv, context, params)
+        flags = (flags & ~TOPPED) | (said & TOPPED) | ((said & OUTSIDE) << (n + 2))
     return flags
 
 
@@ -124,8 +182,372 @@ def add_operand(tile, storage, itemsize):
     return function
 
 
-def operand_function(tile: Tile, operand: NDArray[Any]) -> tuple[int, NDArray[np.int64]]:
-    """Return the tile function and the params that add a broadcast view to the scores."""
+def operand_function(tile: Tile, operand: NDArray[Any]) -> TileFunction:
+    """Return the tile function that adds a broadcast view to the scores."""
     dtype = operand.dtype
     address = add_operand(tile, dtype.name, dtype.itemsize)
-    return address, np.array([operand.ctypes.data, *operand.strides], np.int64)
+    params = np.array([operand.ctypes.data, *operand.strides], np.int64)
+    return TileFunction(address, params, (operand,))
+
+
+# Users' functions
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tree of users' functions as something to compile: equal if the code would be.
+
+    Attributes
+    ----------
+    key : tuple
+        The hash of each function and the types of what it is bound to.
+    tree : Bound or Combination
+        The functions.
+    """
+
+    key: tuple[Any, ...]
+    tree: Tree = field(compare=False, repr=False)
+
+
+def _kind(value: functions.Value) -> tuple[Any, ...]:
+    """Return how a bound value is passed: see `nattn.lanes.Layout`."""
+    if isinstance(value, np.ndarray):
+        far = max((*map(abs, value.strides), *value.shape)) >= 1 << 31
+        return ("array", value.dtype.name, value.ndim, far)
+    return (type(value).__name__,)
+
+
+def _key(tree: Tree) -> tuple[Any, ...]:
+    if isinstance(tree, Bound):
+        kinds = tuple(map(_kind, tree.values))
+        return (functions.digest(tree.function), tree.order, kinds)
+    return (tree.operator, *(_key(part) for part in tree.parts))  # type: ignore[arg-type]
+
+
+def _words(tree: Tree) -> list[int]:
+    """Return what the functions are bound to as 8-byte words, in the order of the tree."""
+    if not isinstance(tree, Bound):
+        return [word for part in tree.parts for word in _words(part)]  # type: ignore[arg-type]
+    words: list[int] = []
+    for value in tree.values:
+        if isinstance(value, np.ndarray):
+            words += [value.ctypes.data, *value.shape, *value.strides]
+        elif isinstance(value, float):
+            words += struct.unpack("q", struct.pack("d", value))
+        else:
+            words.append(int(value))
+    return words
+
+
+def _evaluator(tree: Tree, first: int) -> tuple[Callable[..., Any], int]:
+    """Return ``f(tile, params, outside, args)`` to be compiled for a tree, and the next word.
+
+    `args` is what the functions are called with, `params` the address of the words of what they
+    are bound to, from word `first` on.
+    """
+    if isinstance(tree, Bound):
+        layout = Layout(tree.order, tuple(map(_kind, tree.values)), first)
+        for helper in functions.helpers(tree.function):
+            _register(helper)
+        function = _register(tree.function)
+
+        def leaf(tile, params, outside, args):
+            return function(*call_arguments(tile, layout, args, params, outside))
+
+        return inlined(leaf), first + layout.words
+    parts = []
+    for part in tree.parts:
+        evaluate, first = _evaluator(part, first)  # type: ignore[arg-type]
+        parts.append(evaluate)
+    joined = parts[0]
+    if tree.operator == "not":
+        joined = _negated(joined)
+    for part in parts[1:]:
+        joined = {"and": _both, "or": _either, "compose": _composed}[tree.operator](joined, part)
+    return joined, first
+
+
+_registered: set[Any] = set()
+
+
+def _register(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let compiled code call a plain function."""
+    if function not in _registered:
+        inlined(function)
+        _registered.add(function)
+    return function
+
+
+def _negated(f):
+    return inlined(
+        lambda tile, params, outside, args: ~as_condition(tile, f(tile, params, outside, args))
+    )
+
+
+def _both(f, g):
+    def both(tile, params, outside, args):
+        x = as_condition(tile, f(tile, params, outside, args))
+        return x & as_condition(tile, g(tile, params, outside, args))
+
+    return inlined(both)
+
+
+def _either(f, g):
+    def either(tile, params, outside, args):
+        x = as_condition(tile, f(tile, params, outside, args))
+        return x | as_condition(tile, g(tile, params, outside, args))
+
+    return inlined(either)
+
+
+def _composed(f, g):
+    def composed(tile, params, outside, args):
+        score = as_score(tile, f(tile, params, outside, args))
+        return g(tile, params, outside, (score, *args[1:]))
+
+    return inlined(composed)
+
+
+@device
+def seen_outside(c, bits, first_lane, key):
+    """Return OUTSIDE if, in one of the lanes that `bits` name, the row sees the key."""
+    lane = first_lane
+    while bits:
+        if bits & 1 and lane < c.valid:
+            lo, hi = read_int64(c.lane_lo + 8 * lane), read_int64(c.lane_hi + 8 * lane)
+            if lo <= key < hi and not masked(c, lane, key):
+                return OUTSIDE
+        bits >>= 1
+        lane += 1
+    return 0
+
+
+@device
+def masked(c, lane, key):
+    """Return whether the argument `mask` hides a key from the row of a lane."""
+    if c.mask == 0:
+        return False
+    p = view(OPERAND, c.mask)
+    at = p.address + c.batch * p.stride_b + read_int64(c.heads + 8 * lane) * p.stride_h
+    at += read_int64(c.rows + 8 * lane) * p.stride_i + key * p.stride_j
+    return read_int8(at) == 0
+
+
+def _head(packed, index):
+    """Return how a tile function reads the heads of a vector of lanes: one, or one for each."""
+    if packed:
+
+        def head(tile, c, lane):
+            return load_index(tile, index, c.heads + 8 * lane, 0)
+
+    else:
+
+        def head(tile, c, lane):
+            return uniform_index(tile, index, read_int64(c.heads))
+
+    return inlined(head)
+
+
+@kernel(SIGNATURE)
+def modify(tile, source, index, packed):
+    """Give each score what a modifier makes of it.
+
+    `index` is "int32", or "int64" where positions may be large; with `packed` the lanes of a tile
+    belong to several heads.
+    """
+    evaluate, _ = _evaluator(source.tree, 0)
+    head = _head(packed, index)
+    size, width = tile.itemsize, tile.W
+
+    def function(scores, deriv, context, params):
+        c = view(CONTEXT, context)
+        row = c.vectors * width * size
+        outside = new_outside(tile)
+        batch = uniform_index(tile, index, c.batch)
+        flags = TOPPED
+        for i in range(c.vectors):
+            lane = i * width
+            h = head(tile, c, lane)
+            position = load_index(tile, index, c.rows + 8 * lane, c.offset)
+            largest = splat(tile, -np.inf)
+            for n in range(c.n_keys):
+                at = scores + n * row + lane * size
+                clear_outside(tile, outside)
+                key = uniform_index(tile, index, c.first_key + n)
+                args = (load(tile, at), batch, h, position, key)
+                s = as_score(tile, evaluate(tile, params, outside, args))
+                bits = outside_bits(tile, outside)
+                if bits:
+                    flags |= seen_outside(c, bits, lane, c.first_key + n)
+                store(at, s)
+                largest = np.where(s > largest, s, largest)
+            store(c.top + lane * size, largest)
+        return flags
+
+    return function
+
+
+@kernel(SIGNATURE)
+def restrict(tile, source, index, packed):
+    """Hide the keys for which a mask function is false; parameters as for `modify`."""
+    evaluate, _ = _evaluator(source.tree, 0)
+    head = _head(packed, index)
+    size, width = tile.itemsize, tile.W
+
+    def function(scores, deriv, context, params):
+        c = view(CONTEXT, context)
+        row = c.vectors * width * size
+        outside = new_outside(tile)
+        batch = uniform_index(tile, index, c.batch)
+        flags = TOPPED
+        for i in range(c.vectors):
+            lane = i * width
+            h = head(tile, c, lane)
+            position = load_index(tile, index, c.rows + 8 * lane, c.offset)
+            largest = splat(tile, -np.inf)
+            for n in range(c.n_keys):
+                at = scores + n * row + lane * size
+                clear_outside(tile, outside)
+                key = uniform_index(tile, index, c.first_key + n)
+                args = (batch, h, position, key)
+                visible = as_condition(tile, evaluate(tile, params, outside, args))
+                bits = outside_bits(tile, outside)
+                if bits:
+                    flags |= seen_outside(c, bits, lane, c.first_key + n)
+                s = np.where(visible, load(tile, at), splat(tile, -np.inf))
+                store(at, s)
+                largest = np.where(s > largest, s, largest)
+            store(c.top + lane * size, largest)
+        return flags
+
+    return function
+
+
+def user_function(name: str, tree: Tree, tile: Tile, positions: int, packed: bool) -> TileFunction:
+    """Compile what a user passed as `score_mod` or `mask_mod`, and bind it.
+
+    Parameters
+    ----------
+    name : {"score_mod", "mask_mod"}
+        Which it is.
+    tree : Bound or Combination
+        The function.
+    tile : Tile
+        What it runs on; only the dtype and W matter.
+    positions : int
+        The largest magnitude of a position or key.
+    packed : bool
+        Whether the lanes of a tile belong to several heads.
+
+    Raises
+    ------
+    TypeError
+        If lanes cannot express it: the text names the line and the remedy.
+    """
+    make = modify if name == "score_mod" else restrict
+    one = Tile(tile.dtype, tile.W, 1, 1)
+    index = "int32" if positions < INDEX_BOUND else "int64"
+    try:
+        address = make(one, Source(_key(tree), tree), index, packed)
+    except NumbaError as error:
+        raise _explained(name, tree, error) from error
+    return TileFunction(address, np.array(_words(tree), np.int64), (tree,))
+
+
+def _leaves(tree: Tree) -> list[Bound]:
+    if isinstance(tree, Bound):
+        return [tree]
+    return [leaf for part in tree.parts for leaf in _leaves(part)]  # type: ignore[arg-type]
+
+
+def _explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
+    """Say in which line of a user's function lanes cannot express what, and what to do."""
+    text = str(error)
+    plain = [
+        f for leaf in _leaves(tree) for f in (leaf.function, *functions.helpers(leaf.function))
+    ]
+    where = plain[0].__name__
+    files = {f.__code__.co_filename for f in plain}
+    for file, line in reversed(
+        re.findall(r"during: typing of \w+(?: \w+)* at (.+?) \((\d+)\)", text, re.I)
+    ):
+        if file in files:
+            where = next(f for f in plain if f.__code__.co_filename == file).__name__
+            source = linecache.getline(file, int(line)).strip()
+            where = f'{where} ("{file}", line {line})' + (f": {source}" if source else "")
+            break
+    reasons = re.findall(r"TypingError: (.+)", text)
+    reason = reasons[-1] if reasons else text.strip().splitlines()[-1]
+    return TypeError(f"{name}: expected what SIMD lanes can express, got {where}\n{reason}")
+
+
+def raise_outside(names: tuple[str, ...], troubles: int) -> None:
+    """Raise the error that tile functions could only note: bit n for the n-th of the names.
+
+    Raises
+    ------
+    IndexError
+        If a bound array was indexed out of range for a key that its row sees.
+    """
+    for n, name in enumerate(names):
+        if troubles >> n & 1:
+            raise IndexError(
+                f"{name}: expected indices within the arrays that the function is bound to, got "
+                "one out of range for a visible pair of query and key; the output is undefined"
+            )
+
+
+# Dropout
+
+
+@device
+def drop_below(tile, at, word, threshold):
+    """Write -0.0, which is no key at all, where a random word is below the threshold."""
+    store(at, np.where(word < threshold, splat(tile, -0.0), load(tile, at)))
+
+
+@kernel(SIGNATURE)
+def drop(tile, packed):
+    """Drop probabilities: those for which `nattn.mods.keep` is false become -0.0.
+
+    One counter gives the words of four neighbouring keys. Params: the seed's words, the threshold.
+    """
+    head = _head(packed, "int64")
+    size, width = tile.itemsize, tile.W
+    philox = mods.philox
+    for helper in (philox, *functions.helpers(philox)):
+        _register(helper)
+
+    def function(probs, deriv, context, params):
+        c = view(CONTEXT, context)
+        row = c.vectors * width * size
+        low, high = read_int64(params), read_int64(params + 8)
+        threshold = read_int64(params + 16)
+        batch = uniform_index(tile, "int64", c.batch)
+        end = c.first_key + c.n_keys
+        for i in range(c.vectors):
+            lane = i * width
+            h = head(tile, c, lane)
+            rows = load_index(tile, "int64", c.rows + 8 * lane, 0)
+            for key in range(c.first_key // 4 * 4, end, 4):
+                four = uniform_index(tile, "int64", key // 4)
+                w0, w1, w2, w3 = philox(four, rows, h, batch, low, high)
+                at = probs + (key - c.first_key) * row + lane * size
+                if key >= c.first_key:
+                    drop_below(tile, at, w0, threshold)
+                if c.first_key <= key + 1 < end:
+                    drop_below(tile, at + row, w1, threshold)
+                if c.first_key <= key + 2 < end:
+                    drop_below(tile, at + 2 * row, w2, threshold)
+                if key + 3 < end:
+                    drop_below(tile, at + 3 * row, w3, threshold)
+        return 0
+
+    return function
+
+
+def drop_function(tile: Tile, dropout_p: float, seed: int, packed: bool) -> TileFunction:
+    """Return the tile function that drops probabilities."""
+    words = seed & 0xFFFFFFFF, seed >> 32, mods.drop_threshold(dropout_p)
+    address = drop(Tile(tile.dtype, tile.W, 1, 1), packed)
+    return TileFunction(address, np.array(words, np.int64))

@@ -25,7 +25,7 @@ from typing import Any
 import numba
 from numba.np.ufunc import parallel as numba_parallel
 
-from ..lanes import atomic_add, read_int64
+from ..lanes import atomic_add, atomic_or, read_int64
 from .jit import device
 
 Progress = Callable[[float], object]
@@ -41,14 +41,15 @@ which is less than it takes to go to sleep and be woken."""
 _MOST_THREADS = 8 * max(os.cpu_count() or 1, numba.config.NUMBA_NUM_THREADS)
 
 Control = ctypes.Array[ctypes.c_int64]
-"""The shared state of a job: next task, number of tasks (0 stops all), workers at work."""
+"""The shared state of a job: next task, number of tasks (0 stops all), workers at work, and bits
+that say what went wrong."""
 
 _WORKER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p)
 
 
 def new_control(n_tasks: int) -> Control:
     """Return the state of a job of so many tasks that nobody has begun."""
-    return (ctypes.c_int64 * 3)(0, n_tasks, 0)
+    return (ctypes.c_int64 * 4)(0, n_tasks, 0, 0)
 
 
 # What a worker does with the address of its job's control:
@@ -74,13 +75,23 @@ def stopped(control):
 
 
 @device
-def leave(control, slot):
-    """Say that a worker is done; the first one waits a moment for the others."""
+def leave(control, slot, trouble):
+    """Say that a worker is done, and what went wrong; the first one waits a moment for the others.
+
+    The bits of `trouble` are those that `troubles` returns.
+    """
+    if trouble:
+        atomic_or(control + 24, trouble)
     atomic_add(control + 16, -1)
     if slot == 0:
         for _ in range(_SPINS):
             if atomic_add(control + 16, 0) == 0:
                 break
+
+
+def troubles(control: Control) -> int:
+    """Return the bits of all that went wrong in a job."""
+    return int(control[3])
 
 
 class _Pool:

@@ -14,13 +14,13 @@ from numba.core.registry import cpu_target
 
 from ..lanes import Tile
 
-STATE_BYTES = 48
+STATE_BYTES = 96
 CONTEXT_BYTES = 128
 """Room for the records `forward.STATE` and `score.CONTEXT`."""
 
 AREAS = (
     *("queries", "acc", "row_max", "row_sum", "lane_lo", "lane_hi", "lane_head", "lane_row"),
-    *("states", "scores", "marks", "keys", "values"),
+    *("block_rows", "states", "scores", "marks", "keys", "values"),
     *("alpha", "top", "bounds", "table", "context", "temp"),
 )
 """A worker's scratch areas: see `scratch_layout`."""
@@ -98,7 +98,7 @@ def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[
 
     Each area starts on a cache line. Per tile of the task: queries ``[D][lanes]``, accumulators
     ``[Dv][lanes]``, running maxima and sums ``[lanes]``, first and last visible key, head and
-    query row ``[lanes]``, state. Shared by the tiles: scores and marks
+    query row ``[lanes]``, rows of a block mask, state. Shared by the tiles: scores and marks
     ``[block][lanes]``, packed keys and values of the block, one value for each lane, and what
     tile functions get.
     """
@@ -113,6 +113,7 @@ def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[
         "lane_hi": tiles * lanes * 8,
         "lane_head": tiles * lanes * 8,
         "lane_row": tiles * lanes * 8,
+        "block_rows": tiles * lanes * 8,
         "states": tiles * STATE_BYTES,
         "scores": block * lanes * size,
         "marks": block * lanes * size,
