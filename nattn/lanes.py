@@ -737,6 +737,24 @@ def load(typingctx: Any, tile: Any, address: Any) -> Any:
 
 
 @intrinsic
+def load_old(typingctx: Any, tile: Any, address: Any) -> Any:
+    """Return W floats from where a selection between them and new ones will be stored.
+
+    LLVM would make it a masked store, for which AMD's processors take some forty steps; it does
+    not see that a frozen value is still that of the load.
+    """
+    to = tile.real
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = _load(b, args[1], to.llvm)
+        frozen = ir.Instruction(b.block, value.type, "freeze", [value])
+        b._insert(frozen)
+        return frozen
+
+    return to(tile, types.int64), codegen
+
+
+@intrinsic
 def load_int32(typingctx: Any, tile: Any, address: Any) -> Any:
     """Return W 32-bit integers from a byte address."""
     to = tile.real.of(types.int32)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import rounding
 from numpy.typing import NDArray
 
 import nattn
-from nattn import reference
+from nattn import masks, mods, reference
 from nattn.dtypes import ErrorBudget, error_budget
 from nattn.problem import Problem
 
@@ -74,6 +76,74 @@ def random_bias(dtype: Any, hidden: float, *axes: int) -> Option:
         return bias
 
     return make
+
+
+# What users write. Each is compiled once for all the tests that share it.
+
+
+def gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, gain: Any) -> Any:
+    """Squash what is far away, and lift the keys of odd heads: one tanh, one np.where."""
+    far = q_idx - kv_idx > 16
+    return np.where(far, gain * np.tanh(score), score) + 0.25 * (h % 2)
+
+
+def thin(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Hide every third diagonal by a score of -inf."""
+    return np.where((q_idx + kv_idx) % 3 == 0, -np.inf, score)
+
+
+def looked_up(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any, gain: Any) -> Any:
+    """Read a float for each item and position, from the end where positions are negative."""
+    return score + gain * table[b, q_idx] * table[b, kv_idx]
+
+
+def in_step(b: Any, h: Any, q_idx: Any, kv_idx: Any, step: Any) -> Any:
+    """Show a comb of keys that differs from head to head and item to item."""
+    return (q_idx + kv_idx + h + 2 * b) % step != 0
+
+
+def just(value: Any) -> Option:
+    """Pass a value as it is, a function too."""
+    return lambda case, rng: value
+
+
+def documents(*lengths: int) -> Option:
+    """Number the documents of each position, for all keys of the case."""
+
+    def make(case: Case, rng: np.random.Generator) -> Array:
+        count = max(case.pairs()[2:])
+        doc = np.repeat(np.arange(len(lengths)), lengths)
+        return np.pad(doc, (0, max(0, count - len(doc))), mode="edge").astype(np.int32)
+
+    return make
+
+
+def normal(*shape: str | int, dtype: Any = np.float32) -> Option:
+    """Make normal numbers; a size may be named: B, Hq or N, the longer of Nq and Nk."""
+
+    def make(case: Case, rng: np.random.Generator) -> Array:
+        sizes = {"B": case.B, "Hq": case.Hq, "N": max(case.pairs()[2:])}
+        return rng.standard_normal([n if isinstance(n, int) else sizes[n] for n in shape]).astype(
+            dtype
+        )
+
+    return make
+
+
+def bind(function: Any, **values: Any) -> Option:
+    """Bind a function; what makes arrays makes them for the case."""
+
+    def make(case: Case, rng: np.random.Generator) -> Any:
+        bound = {key: x(case, rng) if callable(x) else x for key, x in values.items()}
+        return functools.partial(function, **bound)
+
+    return make
+
+
+def same_document_causal(case: Case, rng: np.random.Generator) -> Any:
+    """Combine two masks."""
+    same = functools.partial(masks.document, doc=documents(40, 3, 70)(case, rng))
+    return nattn.mask(same) & masks.causal
 
 
 CASES = [
@@ -166,6 +236,194 @@ CASES = [
             "kv_lens": [170, 140, 120],
         },
     ),
+    Case("softcap", Nq=60, Nk=140, D=32, options={"softcap": 1.5}),
+    Case(
+        "softcap, bias, mask, causal",
+        Nq=60,
+        Nk=140,
+        options={
+            "softcap": 0.7,
+            "bias": random_bias("f4", 0.2),
+            "mask": random_mask(0.8, 1),
+            "causal": True,
+        },
+    ),
+    Case("ALiBi", B=2, Hq=6, Hkv=2, Nq=60, Nk=140, options={"alibi_slopes": normal("Hq")}),
+    Case(
+        "ALiBi for each item, causal, lengths",
+        B=2,
+        Hq=3,
+        Nq=60,
+        Nk=140,
+        options={
+            "alibi_slopes": normal("B", "Hq", dtype="f2"),
+            "causal": True,
+            "kv_lens": [140, 33],
+            "q_lens": [50, 60],
+        },
+    ),
+    Case(
+        "ALiBi, few queries of a group",
+        Hq=8,
+        Hkv=2,
+        Nq=3,
+        Nk=130,
+        D=64,
+        options={"alibi_slopes": normal("Hq", dtype="f8")},
+    ),
+    Case(
+        "ALiBi, integers, window",
+        Nq=90,
+        options={"alibi_slopes": just([1, 3]), "window_size": (30, 5)},
+    ),
+    Case("sinks", B=2, Hq=6, Hkv=2, Nq=60, Nk=140, options={"sinks": normal("Hq")}),
+    Case(
+        "sinks, empty rows, float64",
+        Hq=3,
+        Nq=60,
+        Nk=140,
+        options={
+            "sinks": just(np.array([-np.inf, 5.0, -40.0])),
+            "mask": random_mask(0.02),
+            "causal": True,
+            "q_offset": 20,
+        },
+    ),
+    Case(
+        "sinks, few queries of a group, no keys in one item",
+        B=2,
+        Hq=8,
+        Hkv=2,
+        Nq=2,
+        Nk=130,
+        options={"sinks": just(np.arange(8, dtype=">f4")), "kv_lens": [130, 0]},
+    ),
+    Case(
+        "score_mod", B=2, Hq=4, Hkv=2, Nq=70, Nk=150, options={"score_mod": bind(gate, gain=0.75)}
+    ),
+    Case(
+        "score_mod, few queries of a group",
+        Hq=8,
+        Hkv=2,
+        Nq=3,
+        Nk=130,
+        D=64,
+        options={"score_mod": bind(gate, gain=0.75)},
+    ),
+    Case(
+        "score_mod that hides",
+        Nq=70,
+        Nk=150,
+        options={"score_mod": just(thin), "bias": random_bias("f4", 0.1)},
+    ),
+    Case(
+        "score_mod with a table",
+        B=2,
+        Hq=4,
+        Hkv=2,
+        Nq=70,
+        Nk=150,
+        options={"score_mod": bind(looked_up, table=normal("B", "N", dtype="f8"), gain=2)},
+    ),
+    Case(
+        "score_mods composed",
+        B=2,
+        Nq=70,
+        Nk=60,
+        options={
+            "score_mod": lambda case, rng: mods.compose(
+                thin,
+                functools.partial(gate, gain=0.75),
+                bind(looked_up, table=normal("B", "N"), gain=0.5)(case, rng),
+            )
+        },
+    ),
+    Case(
+        "relative position bias",
+        Hq=3,
+        Nq=70,
+        Nk=150,
+        options={"score_mod": bind(mods.relative_position_bias, table=normal("Hq", 41), reach=20)},
+    ),
+    Case("mask_mod", B=2, Hq=4, Hkv=2, Nq=70, Nk=150, options={"mask_mod": bind(in_step, step=3)}),
+    Case(
+        "mask_mod, few queries of a group",
+        B=2,
+        Hq=8,
+        Hkv=2,
+        Nq=3,
+        Nk=130,
+        options={"mask_mod": bind(in_step, step=3)},
+    ),
+    Case(
+        "mask_mod, documents",
+        Nq=150,
+        D=32,
+        options={"mask_mod": bind(masks.document, doc=documents(40, 3, 70))},
+    ),
+    Case(
+        "mask_mod, documents and causal",
+        B=2,
+        Nq=110,
+        Nk=150,
+        options={"mask_mod": same_document_causal, "kv_lens": [150, 140]},
+    ),
+    Case(
+        "mask_mod that is causal, more queries",
+        Nq=200,
+        Nk=60,
+        options={"mask_mod": just(masks.causal)},
+    ),
+    Case("dropout", B=2, Hq=4, Hkv=2, Nq=70, Nk=150, options={"dropout_p": 0.3, "seed": 7}),
+    Case(
+        "dropout, few queries of a group, causal",
+        Hq=8,
+        Hkv=2,
+        Nq=3,
+        Nk=130,
+        options={"dropout_p": 0.9, "seed": 2**64 - 1, "causal": True},
+    ),
+    Case(
+        "dropout, sinks, lengths",
+        B=3,
+        Nq=60,
+        Nk=100,
+        options={
+            "dropout_p": 0.5,
+            "seed": 1 << 33,
+            "sinks": normal("Hq"),
+            "kv_lens": [100, 0, 37],
+            "q_lens": [60, 50, 0],
+        },
+    ),
+    Case(
+        "everything, modifiers too",
+        B=3,
+        Hq=6,
+        Hkv=3,
+        Nq=110,
+        Nk=170,
+        D=40,
+        Dv=24,
+        options={
+            "causal": True,
+            "q_offset": [60, 40, 100],
+            "window_size": (90, -1),
+            "mask": random_mask(0.6),
+            "bias": random_bias("f4", 0.2, 0),
+            "scale": 0.2,
+            "softcap": 2.5,
+            "alibi_slopes": normal("B", "Hq"),
+            "sinks": normal("Hq"),
+            "score_mod": bind(gate, gain=0.75),
+            "mask_mod": bind(in_step, step=3),
+            "q_lens": [110, 100, 7],
+            "kv_lens": [170, 140, 120],
+            "dropout_p": 0.2,
+            "seed": 11,
+            "layout": "bnhd",
+        },
+    ),
 ]
 
 
@@ -181,9 +439,14 @@ class Truth:
 
 
 def visible_pairs(p: Problem) -> NDArray[np.bool_]:
-    """Return which keys causal, window, lengths, mask and bias leave to each row."""
+    """Return which keys causal, window, lengths, mask, bias and modifiers leave to each row."""
+    visible = np.zeros((p.B, p.Hq, p.Nq, p.Nk), bool)
+    if p.score_mods or p.mask_mod is not None:
+        with np.errstate(all="ignore"):
+            for b, h in np.ndindex(p.B, p.Hq):
+                visible[b, h, : p.q_lens[b], : p.kv_lens[b]] = reference.scores(p, b, h)[1]
+        return visible
     i, j = np.arange(p.Nq)[:, None], np.arange(p.Nk)
-    visible = np.empty((p.B, p.Hq, p.Nq, p.Nk), bool)
     for b in range(p.B):
         lo, hi = p.visible_range(b, i)
         visible[b] = (lo <= j) & (j < hi)
@@ -202,15 +465,43 @@ def budget(p: Problem, visible: NDArray[np.bool_]) -> ErrorBudget:
     """
     with np.errstate(all="ignore"):
         heads = np.arange(p.Hq) // p.group
-        k = np.abs(p.k[:, heads].astype(np.float64))
-        score = abs(p.scale) * (np.abs(p.q.astype(np.float64)) @ k.transpose(0, 1, 3, 2))
+        q, k = p.q.astype(np.float64), p.k[:, heads].astype(np.float64).transpose(0, 1, 3, 2)
+        score = abs(p.scale) * (np.abs(q) @ np.abs(k))
+        error = None
+        if p.score_mods:
+            score, error = modified(p, p.scale * (q @ k), score)
+            error = np.where(visible & np.isfinite(score), error, 0.0).max(axis=3, initial=0.0)
         if p.bias is not None:
             score = score + np.abs(p.bias.astype(np.float64))
-        score = np.where(visible & np.isfinite(score), score, 0.0)
+        score = np.where(visible & np.isfinite(score), score, 0.0).max(axis=3, initial=0.0)
+        count = visible.sum(axis=3)
+        if p.sinks is not None:
+            sink = np.abs(p.sinks.astype(np.float64))
+            score = np.maximum(score, np.where(np.isfinite(sink), sink, 0.0)[:, None])
+            count = count + 1
         v = np.abs(p.v[:, heads].astype(np.float64))
         v = np.where(np.isfinite(v), v, 0.0).max(axis=3, initial=0.0)
         max_v = np.where(visible, v[:, :, None, :], 0.0).max(axis=3, initial=0.0)
-    return error_budget(p.dtype, visible.sum(axis=3), score.max(axis=3, initial=0.0), max_v, p.D)
+    return error_budget(p.dtype, count, score, max_v, p.D, score_error=error, dropout_p=p.dropout_p)
+
+
+def modified(p: Problem, score: Array, size: Array) -> tuple[Array, Array]:
+    """Return the size and the error bound of all scores after the modifiers.
+
+    `size` is that of the dot products without cancellation: of their ``D`` roundings and that of
+    the scale.
+    """
+    u = float(np.finfo(p.dtype).eps) / 2
+    new, error = np.empty(score.shape), np.empty(score.shape)
+    for b, h in np.ndindex(p.B, p.Hq):
+        pos = np.arange(p.Nq)[:, None] + p.q_offset[b]
+        indices = [np.full((1, 1), b), np.full((1, 1), h), pos, np.arange(p.Nk)[None]]
+        exact = [rounding.Rounded(x, np.zeros(x.shape), u) for x in indices]
+        s = rounding.Rounded(score[b, h], (p.D + 1) * u * size[b, h], u)
+        for tree in p.score_mods:
+            s = rounding.run(tree, p.dtype, s, *exact).as_float()
+        new[b, h], error[b, h] = np.abs(s.x), s.error
+    return new, error
 
 
 def truth(q: Any, k: Any, v: Any, **options: Any) -> Truth:

@@ -1,12 +1,12 @@
 """Faults that other libraries shipped, one section for each kind, with its right behaviour.
 
-D1 to D16 are wrong results and crashes, S3 to S6 surprises; the issues where they were reported
-are named beside them. What concerns gradients, softcap, dropout, packing and the GPU comes with
-those parts.
+D1 to D16 are wrong results and crashes, S1 to S6 surprises; the issues where they were reported
+are named beside them. What concerns gradients, packing and the GPU comes with those parts.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,9 @@ import pytest
 from cases import assert_near, check, gaussian, qkv, truth
 
 import nattn
+from nattn import reference
 from nattn.dtypes import error_budget
+from nattn.mods import keep
 
 nan, inf = np.nan, np.inf
 
@@ -30,6 +32,14 @@ def attend(backend: str, *arrays: Any, **options: Any) -> tuple[np.ndarray, np.n
 
 def column(values: Any, dtype: str = "f4") -> np.ndarray:
     return np.array(values, dtype).reshape(1, 1, -1, 1)
+
+
+def before(b: Any, h: Any, q_idx: Any, kv_idx: Any, end: Any) -> Any:
+    return kv_idx < end
+
+
+def hidden_from(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, end: Any) -> Any:
+    return np.where(kv_idx < end, score, -np.inf)
 
 
 # D1 an empty row: pytorch #41508, #196170; tracel-ai/burn #4697; flash-attention #978
@@ -139,6 +149,22 @@ def test_d6_a_masked_key_does_not_leak(backend: str) -> None:
     )
     assert out.item() == 2.0
     assert lse.item() == 50.0
+
+
+@pytest.mark.parametrize("how", ["mask", "bias", "kv_lens", "mask_mod", "score_mod"])
+def test_d6_softcap_comes_before_the_mask(backend: str, how: str) -> None:
+    hiding: dict[str, Any] = {
+        "mask": np.array([True, True, False]),
+        "bias": np.array([0.0, 0.0, -inf]),
+        "kv_lens": 2,
+        "mask_mod": functools.partial(before, end=2),
+        "score_mod": functools.partial(hidden_from, end=2),
+    }
+    q, k, v = column([1]), column([0, 50, 50]), column([1, 2, 9])
+    out, lse = attend(backend, q, k, v, softcap=1, **{how: hiding[how]})
+    budget = error_budget(np.dtype("f4"), 2, 1.0, 2.0, 1, score_error=16 * 2.0**-24)
+    assert_near(out, np.full(out.shape, (1 + 2 * math.e) / (1 + math.e)), budget.out)
+    assert_near(lse, np.full(lse.shape, math.log(1 + math.e)), budget.lse)
 
 
 # D7 axes, dtype and shape of the mask: onnx #8108; pytorch #193728
@@ -343,6 +369,56 @@ def test_d16_one_key_among_many(backend: str, Nq: int) -> None:
         np.ones((1, 1, Nq, 1), "f4"), np.zeros_like(v), v, mask=mask, backend=backend
     )
     assert np.all(out == 66_001)
+
+
+# S1 dropout: apex #816; flash-attention #612, #2439
+
+
+@pytest.mark.parametrize("Nq", [3, 200])
+def test_s1_dropout_keeps_the_mean(backend: str, Nq: int) -> None:
+    q, k, v = qkv(2, 4, Nq, 1000, 16)
+    out, lse = check(backend, q, k, np.ones_like(v), dropout_p=0.1, seed=1)
+    # A row's out is a mean of 1 / 0.9 with probability 0.9 and else 0, of weights p: its variance
+    # is sum(p**2) / 9. Six deviations of the mean over all rows, which are independent.
+    t = truth(q, k, v)
+    s = np.array([reference.scores(t.problem, b, h)[0] for b, h in np.ndindex(2, 4)])
+    p = np.exp(s - t.lse.reshape(8, Nq, 1))
+    assert abs(out[..., 0].mean() - 1.0) < 6 * math.sqrt((p**2).sum() / 9) / (8 * Nq)
+    np.testing.assert_array_equal(lse, attend(backend, q, k, v)[1])  # that without dropout
+    other, _ = attend(backend, q, k, np.ones_like(v), dropout_p=0.1, seed=2)
+    assert not np.array_equal(out, other)
+
+
+def test_s1_what_is_dropped_does_not_depend_on_the_tiling(backend: str) -> None:
+    # Every size of q, k and v chooses its own tiles; equal scores tell who was dropped.
+    expected = keep(0, np.arange(4)[:, None, None], np.arange(300)[:, None], np.arange(300), 3, 0.5)
+    for Nq, Nk, D in [(1, 300, 1), (5, 300, 8), (40, 37, 200), (300, 300, 8)]:
+        q, k = np.zeros((1, 4, Nq, D), "f4"), np.zeros((1, 2, Nk, D), "f4")
+        v = np.broadcast_to(np.eye(Nk, dtype="f4"), (1, 2, Nk, Nk))
+        for x in (k, k[:, [0, 1, 0, 1]]):  # heads of a group share a tile
+            heads = v if x is k else v[:, [0, 1, 0, 1]]
+            out = nattn.attention(q, x, heads, dropout_p=0.5, seed=3, backend=backend)
+            np.testing.assert_array_equal(out[0] > 0, expected[:, :Nq, :Nk])
+
+
+# S2 ALiBi slopes: mlx #3071; paiml/aprender #2143
+
+
+def test_s2_alibi_slopes() -> None:
+    eight = nattn.alibi_slopes(8)
+    assert (eight[0], eight[7]) == (0.5, 2.0**-8)
+    twelve = nattn.alibi_slopes(12)
+    np.testing.assert_array_equal(twelve[:8], eight)
+    np.testing.assert_array_equal(twelve[8:], nattn.alibi_slopes(16)[0:8:2])
+
+
+def test_s2_alibi_for_twelve_heads(backend: str) -> None:
+    # Equal scores: the weight of a key is exp(-slope * distance).
+    q, k = np.zeros((1, 12, 1, 4), "f4"), np.zeros((1, 12, 2, 4), "f4")
+    _, lse = check(backend, q, k, k, alibi_slopes=nattn.alibi_slopes(12))
+    slopes = nattn.alibi_slopes(12).astype("f8")
+    budget = error_budget(np.dtype("f4"), 2, slopes, 0.0, 4, score_error=slopes * 2.0**-23)
+    assert_near(lse[0, :, 0], np.log1p(np.exp(-slopes)), budget.lse)
 
 
 # S3 results depend on the batch: flash-attention #1897; FlashMLA #212

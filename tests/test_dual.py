@@ -155,48 +155,190 @@ def labels(group: Callable[..., Any]) -> list[str]:
     return found
 
 
-MOST = max(len(labels(group)) for group in GROUPS)
+RESULT = 8
+"""Bytes before each result: its kind."""
+
+
+@functools.cache
+def compiled(tile: Tile, group: Callable[..., Any]) -> Callable[..., None]:
+    """Compile a group for a tile: on dual numbers, and then on their values."""
+    one = Tile(tile.dtype, 1, 1, 1)
+    W, size, count = tile.W, tile.itemsize, len(labels(group)) + 1
+    pitch = RESULT + 2 * W * size
+    evaluate = numba.njit(group, inline="always")
+
+    def run(n: int, data: int, width_one: int, s: float, k: int, out: int) -> None:
+        for i in range(data, data + n * size, W * size):
+            a, b = lanes.load(tile, i), lanes.load(tile, i + 2 * n * size)
+            d, e = lanes.load(tile, i + 4 * n * size), lanes.load(tile, i + 6 * n * size)
+            x = dual.dual(a, lanes.load(tile, i + n * size))
+            y = dual.dual(b, lanes.load(tile, i + 3 * n * size))
+            u = dual.dual(d, lanes.load(tile, i + 5 * n * size))
+            v = dual.dual(e, lanes.load(tile, i + 7 * n * size))
+            c, o = lanes.load(tile, i + 8 * n * size), lanes.load(one, width_one)
+            store_each(tile, out, pitch, evaluate(x, y, u, v, c, o, s, k))
+            store_each(tile, out + count * pitch, pitch, evaluate(a, b, d, e, c, o, s, k))
+            out += 2 * count * pitch
+
+    return jit(run, types.void(*[types.int64] * 3, types.float64, types.int64, types.int64))
+
+
+OPERANDS = ("x", "dx", "y", "dy", "u", "du", "v", "dv", "c")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Samples: nine rows in the order of `OPERANDS`, and three numbers."""
+
+    data: Array
+    o: float
+    s: float
+    k: int
 
 
 @dataclass(frozen=True)
 class Results:
-    """What dual numbers gave for a group, for each label and sample, and what lanes gave."""
+    """What a group gave: for each label its kind, and a value and tangent for each sample."""
 
     kinds: list[str]
     values: Array
     tangents: Array
-    expected: Array
-    expected_kinds: list[str]
+
+
+def evaluate(tile: Tile, group: Callable[..., Any], inputs: Inputs) -> tuple[Results, Results]:
+    """Return what a group gives on dual numbers, and on lanes."""
+    W, size = tile.W, tile.itemsize
+    count, n = len(labels(group)), inputs.data.shape[1]
+    padded = np.pad(inputs.data, ((0, 0), (0, -n % W)), constant_values=1)
+    padded = np.ascontiguousarray(padded, tile.dtype)
+    blocks = padded.shape[1] // W
+    out = np.zeros((blocks, 2, count + 1, RESULT + 2 * W * size), np.uint8)
+    o = np.array([inputs.o], tile.dtype)
+    addresses = padded.ctypes.data, o.ctypes.data
+    compiled(tile, group)(padded.shape[1], *addresses, inputs.s, inputs.k, out.ctypes.data)
+    both = []
+    for part in out.transpose(1, 2, 0, 3):
+        kinds = part[:, 0, :RESULT].copy().view(np.int64).ravel()
+        assert kinds[-1] == -1
+        numbers = part[:-1, :, RESULT:].copy().view(tile.dtype)
+        value = numbers[..., :W].reshape(count, -1)[:, :n]
+        slope = numbers[..., W:].reshape(count, -1)[:, :n]
+        both.append(Results([KINDS[m] for m in kinds[:-1]], value, slope))
+    return both[0], both[1]
+
+
+def assert_same(got: Array, expected: Array, what: str = "") -> None:
+    """Assert that all bits are the same, but for those of NaN."""
+    np.testing.assert_array_equal(got, expected, err_msg=what)
+    numbers = ~np.isnan(expected)
+    signs = np.signbit(got[numbers]), np.signbit(expected[numbers])
+    np.testing.assert_array_equal(*signs, err_msg=what)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tangents against differences
+# ---------------------------------------------------------------------------------------------
+
+WIDE = np.longdouble
+RATIO = float(np.finfo(WIDE).eps) ** (1 / 7)
+"""Step of a difference of order 6, relative: it errs as RATIO**6, and by rounding as eps / RATIO."""
+
+WEIGHTS = {1: 3 / WIDE(4), 2: -3 / WIDE(20), 3: 1 / WIDE(60)}
+
+
+def difference(f: Callable[[Any], Any], step: Any) -> Any:
+    """Return the derivative of f at 0 from f at up to 3 steps on both sides."""
+    return sum(w * (f(m * step) - f(-m * step)) for m, w in WEIGHTS.items()) / step
 
 
 @functools.cache
-def compiled(tile: Tile) -> Callable[..., None]:
-    one = Tile(tile.dtype, 1, 1, 1)
-    W, size = tile.W, tile.itemsize
-    pitch = 8 + 2 * W * size
-    step = pitch * (MOST + 1)
-    f0, f1, f2, f3, f4, f5 = (numba.njit(g, inline="always") for g in GROUPS)
+def samples(dtype: str) -> tuple[Inputs, ...]:
+    """Return random operands away from where a derivative jumps, in two sets."""
+    rng = np.random.default_rng(0)
+    sets = []
+    for o, s, k in ((-1.25, 0.75, 3), (2.5, -1.625, -2)):
+        x, y, c = (rng.uniform(0.3, 4, 4000) * rng.choice([-1, 1], 4000) for _ in range(3))
+        dx, dy, du, dv = rng.standard_normal((4, 4000))
+        data = np.array([x, dx, y, dy, abs(x), du, abs(y), dv, c]).astype(dtype)
+        x, y, c = data[[0, 2, 8]].astype(float)
+        others = [y, c, *(np.full_like(x, v) for v in (o, s, k, 1.0, -1.0, 2.0, -2.0))]
+        ratios = [ratio for v in others for ratio in (x / v, v / x)] + [y / c, x / 1]
+        near = [abs(ratio - np.rint(ratio)) < 0.05 for ratio in ratios]
+        near += [abs(v - w) < 0.05 for v, w in ((c, o), (c, np.full_like(c, k)))]
+        data = data[:, ~np.any(near, axis=0)][:, :48]
+        assert data.shape[1] == 48
+        sets.append(Inputs(data, o, s, k))
+    return tuple(sets)
 
-    def run(n: int, data: int, width_one: int, s: float, k: int, out: int) -> None:
-        for i in range(data, data + n * size, W * size):
-            x = dual.dual(lanes.load(tile, i), lanes.load(tile, i + n * size))
-            y = dual.dual(lanes.load(tile, i + 2 * n * size), lanes.load(tile, i + 3 * n * size))
-            u = dual.dual(lanes.load(tile, i + 4 * n * size), lanes.load(tile, i + 5 * n * size))
-            v = dual.dual(lanes.load(tile, i + 6 * n * size), lanes.load(tile, i + 7 * n * size))
-            c, o = lanes.load(tile, i + 8 * n * size), lanes.load(one, width_one)
-            store_each(tile, out, pitch, f0(x, y, u, v, c, o, s, k))
-            store_each(tile, out + step, pitch, f1(x, y, u, v, c, o, s, k))
-            store_each(tile, out + 2 * step, pitch, f2(x, y, u, v, c, o, s, k))
-            store_each(tile, out + 3 * step, pitch, f3(x, y, u, v, c, o, s, k))
-            store_each(tile, out + 4 * step, pitch, f4(x, y, u, v, c, o, s, k))
-            store_each(tile, out + 5 * step, pitch, f5(x, y, u, v, c, o, s, k))
-            a, b, d, e = value(tile, x), value(tile, y), value(tile, u), value(tile, v)
-            store_each(tile, out + 6 * step, pitch, f0(a, b, d, e, c, o, s, k))
-            store_each(tile, out + 7 * step, pitch, f1(a, b, d, e, c, o, s, k))
-            store_each(tile, out + 8 * step, pitch, f2(a, b, d, e, c, o, s, k))
-            store_each(tile, out + 9 * step, pitch, f3(a, b, d, e, c, o, s, k))
-            store_each(tile, out + 10 * step, pitch, f4(a, b, d, e, c, o, s, k))
-            store_each(tile, out + 11 * step, pitch, f5(a, b, d, e, c, o, s, k))
-            out += 12 * step
 
-    return jit(run, types.void(*[types.int64] * 3, types.float64, types.int64, types.int64))
+def on_numpy(group: Callable[..., Any], inputs: Inputs, sample: int) -> Callable[..., Array]:
+    """Return a group's results on NumPy at one sample, as a function of steps in x and y."""
+    x, dx, y, dy, u, du, v, dv, c = inputs.data[:, sample].astype(WIDE)
+    o, s = WIDE(inputs.o), WIDE(inputs.s)
+
+    def at(tx: Any, ty: Any) -> Array:
+        operands = x + tx * dx, y + ty * dy, u + tx * du, v + ty * dv
+        return np.array([WIDE(r) for r in group(*operands, c, o, s, inputs.k)])
+
+    return at
+
+
+@functools.cache
+def expected(group: Callable[..., Any], dtype: str) -> list[tuple[Array, Array, Array]]:
+    """Return for each set the values, the two parts of the tangents, and how far off those may be.
+
+    Of the order of RATIO**6: the seventh derivatives of what is compared are at most some hundred
+    times as large as the first, in units of the operands.
+    """
+    found = []
+    for inputs in samples(dtype):
+        columns = []
+        for sample in range(inputs.data.shape[1]):
+            f = on_numpy(group, inputs, sample)
+            x, dx, y, dy, _, du, _, dv, _ = abs(inputs.data[:, sample].astype(WIDE))
+            scale = min(x, y, WIDE(1))
+            steps = RATIO * scale / max(dx, du), RATIO * scale / max(dy, dv)
+            center = f(WIDE(0), WIDE(0))
+            parts = (
+                difference(lambda t, f=f: f(t, WIDE(0)), steps[0]),
+                difference(lambda t, f=f: f(WIDE(0), t), steps[1]),
+            )
+            error = RATIO**6 * sum(
+                100 * abs(part) + abs(center) * RATIO / step
+                for part, step in zip(parts, steps, strict=True)
+            )
+            columns.append((center, np.stack(parts), error))
+        values, parts, errors = (np.stack(rows, axis=-1) for rows in zip(*columns, strict=True))
+        found.append((values, parts, errors))
+    return found
+
+
+ULPS = 16
+"""Roundings in a rule, elementary functions with up to 4 ulp included, in units of eps."""
+
+
+@dtype_of_each_kind
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_tangents(group: Callable[..., Any], dtype: str) -> None:
+    tile = Tile(dtype, 8 if dtype == "float32" else 4, 1, 1)
+    eps = float(np.finfo(dtype).eps)
+    for inputs, (_, parts, errors) in zip(samples(dtype), expected(group, dtype), strict=True):
+        got, on_lanes = evaluate(tile, group, inputs)
+        assert_same(got.values, on_lanes.values)
+        exact = parts.sum(axis=0)
+        # Rounding errors are relative to the parts of a sum, and for functions that saturate,
+        # such as tanh, to their largest slope.
+        sizes = abs(inputs.data[1::2]).max(axis=0).astype(WIDE)
+        allowed = ULPS * eps * (abs(parts).sum(axis=0) + sizes) + errors
+        for n, label in enumerate(labels(group)):
+            if got.kinds[n] != "dual":
+                assert np.all(exact[n] == 0), label
+                continue
+            assert got.kinds[n] == "dual" != on_lanes.kinds[n]
+            bad = abs(got.tangents[n] - exact[n]) > allowed[n]
+            at = int(bad.argmax())
+            assert not bad.any(), (
+                f"{label} with {dict(zip(OPERANDS, inputs.data[:, at], strict=True))}, "
+                f"{inputs.o=}, {inputs.s=}, {inputs.k=}: {got.tangents[n][at]!r}, "
+                f"and by differences {exact[n][at]!r}, within {allowed[n][at]}"
+            )

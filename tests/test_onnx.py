@@ -98,15 +98,7 @@ def test_no_case_is_left_out() -> None:
     assert {name for case in CASES for name in attributes(case)} <= known
 
 
-def parameters() -> list[Any]:
-    softcap = pytest.mark.xfail(raises=TypeError, strict=True, reason="softcap is not built yet")
-    return [
-        pytest.param(case, id=case.name, marks=[softcap] if attributes(case).get("softcap") else [])
-        for case in CASES
-    ]
-
-
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_node(backend: str, case: TestCase) -> None:
     got = run(case, backend)
     names = list(case.model.graph.node[0].output)

@@ -28,6 +28,7 @@ from ..lanes import (
     load,
     load_int32,
     load_lanes,
+    load_old,
     read,
     read_int8,
     read_int64,
@@ -491,7 +492,7 @@ def hide(tile, a, scratch, t, scores, n0, rows):
                     break
             at = scores + n * row + i * width * size
             seen = (lo <= np.int32(n)) & (hi > np.int32(n))
-            store(at, np.where(seen, load(tile, at), splat(tile, -np.inf)))
+            store(at, np.where(seen, load_old(tile, at), splat(tile, -np.inf)))
             n += 1
 
 

@@ -207,10 +207,11 @@ class _KernelFile:
                 os.unlink(file.name)
 
 
-def _compile(signature: str, function: Callable[..., Any], name: str, key: str) -> Any:
+def _compile(signature: str, function: Callable[..., Any], file: _KernelFile | None) -> Any:
     """Compile to C's calling convention, or load from the disk."""
-    compiled = CFunc(function, normalize_signature(signature), {}, dict(_OPTIONS))
-    compiled._cache = _KernelFile(name, key)
+    compiled: Any = CFunc(function, normalize_signature(signature), {}, dict(_OPTIONS))
+    if file is not None:
+        compiled._cache = file
     compiled.compile()
     return compiled
 
@@ -231,15 +232,20 @@ class Kernel:
             with _lock:
                 found = self._variants.get(constants)
                 if found is None:
-                    function, name = self._factory(*constants), self._factory.__name__
                     key = repr((self._signature, code_text(self._factory.__code__), constants))
-                    found = _compile(self._signature, function, name, key)
+                    file = _KernelFile(self._factory.__name__, key)
+                    found = _compile(self._signature, self._factory(*constants), file)
                     self._variants[constants] = found
         return found
 
     def inspect_asm(self, *constants: Any) -> str:
-        """Return the assembly of the variant for these constants, as Numba's dispatchers do."""
-        text: str = self.compiled(*constants)._library.get_asm_str()
+        """Return the assembly of the variant for these constants, as Numba's dispatchers do.
+
+        It is compiled anew: what lies on disk is machine code alone.
+        """
+        with _lock:
+            compiled = _compile(self._signature, self._factory(*constants), None)
+        text: str = compiled._library.get_asm_str()
         return text
 
     def __call__(self, *constants: Any) -> int:

@@ -46,6 +46,7 @@ from ..lanes import (
     load,
     load_index,
     load_lanes,
+    load_old,
     load_splat,
     new_outside,
     outside_bits,
@@ -138,7 +139,7 @@ def lane_offsets(tile, context, stride_h, stride_i):
 @device
 def add_or_hide(tile, at, x):
     """Add x to the scores at an address; -inf on either side hides the key, whatever the other."""
-    s = load(tile, at)
+    s = load_old(tile, at)
     store(at, np.where((s == -np.inf) | (x == -np.inf), splat(tile, -np.inf), s + x))
 
 
@@ -374,7 +375,7 @@ def modify(tile, source, index, packed):
                 at = scores + n * row + lane * size
                 clear_outside(tile, outside)
                 key = uniform_index(tile, index, c.first_key + n)
-                args = (load(tile, at), batch, h, position, key)
+                args = (load_old(tile, at), batch, h, position, key)
                 s = as_score(tile, evaluate(tile, params, outside, args))
                 bits = outside_bits(tile, outside)
                 if bits:
@@ -414,7 +415,7 @@ def restrict(tile, source, index, packed):
                 bits = outside_bits(tile, outside)
                 if bits:
                     flags |= seen_outside(c, bits, lane, c.first_key + n)
-                s = np.where(visible, load(tile, at), splat(tile, -np.inf))
+                s = np.where(visible, load_old(tile, at), splat(tile, -np.inf))
                 store(at, s)
                 largest = np.where(s > largest, s, largest)
             store(c.top + lane * size, largest)
@@ -503,7 +504,7 @@ def raise_outside(names: tuple[str, ...], troubles: int) -> None:
 @device
 def drop_below(tile, at, word, threshold):
     """Write -0.0, which is no key at all, where a random word is below the threshold."""
-    store(at, np.where(word < threshold, splat(tile, -0.0), load(tile, at)))
+    store(at, np.where(word < threshold, splat(tile, -0.0), load_old(tile, at)))
 
 
 @kernel(SIGNATURE)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ..lanes import exp2_nonpositive, load, splat, store
+from ..lanes import exp2_nonpositive, load, load_old, splat, store
 from .jit import device
 
 LOG2E = math.log2(math.e)
@@ -68,5 +68,5 @@ def mark_hidden(tile, probs, rows, marks):
     size = tile.W * tile.itemsize
     for n in range(rows * tile.MV):
         hidden = load(tile, marks + n * size) > 0.0
-        p = load(tile, probs + n * size)
+        p = load_old(tile, probs + n * size)
         store(probs + n * size, np.where(hidden, splat(tile, -0.0), p))

@@ -1,0 +1,590 @@
+"""The built-in modifiers and dropout's bits against straightforward loops, on NumPy arrays."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import functools
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import registry
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from registry import MODS, Sizes
+
+from nattn import functions, masks, mods
+
+bind = functools.partial
+sizes = Sizes(B=2, H=3, Nq=24, Nk=33)
+q_idx = (np.arange(sizes.Nq) + sizes.Nk - sizes.Nq)[:, None]
+kv_idx = np.arange(sizes.Nk)[None, :]
+
+
+def scores(seed: int = 0, scale: float = 4.0, dtype: Any = np.float64) -> NDArray[Any]:
+    """Return scores that float32 holds too."""
+    x = np.random.default_rng(seed).standard_normal((sizes.Nq, sizes.Nk), np.float32)
+    return (np.float32(scale) * x).astype(dtype)
+
+
+def assert_loops_agree(
+    mod: Callable[..., Any], expected: Callable[[float, int, int, int, int], float]
+) -> None:
+    """Compare a modifier on arrays with a formula on Python's numbers, to a few roundings."""
+    score = scores()
+    for b in range(sizes.B):
+        for h in range(sizes.H):
+            got = np.broadcast_to(mod(score, b, h, q_idx, kv_idx), score.shape)
+            want = [
+                [expected(float(score[i, j]), b, h, int(q_idx[i, 0]), j) for j in range(sizes.Nk)]
+                for i in range(sizes.Nq)
+            ]
+            # each formula is a sum of at most two terms below 1000, rounded at most 20 times
+            np.testing.assert_allclose(got, want, rtol=0, atol=20 * 1000 * 2.0**-53)
+
+
+def test_examples() -> None:
+    result = doctest.testmod(mods)
+    assert result.failed == 0
+    assert result.attempted > 15
+
+
+# ---------------------------------------------------------------------------------------------
+# Each modifier
+# ---------------------------------------------------------------------------------------------
+
+
+def test_softcap() -> None:
+    assert_loops_agree(bind(mods.softcap, cap=3.0), lambda s, b, h, q, k: 3 * math.tanh(s / 3))
+    far = np.array([-np.inf, -1e300, 0.0, 1e300, np.inf])
+    assert mods.softcap(far, 0, 0, 0, 0, cap=7.0).tolist() == [-7, -7, 0, 7, 7]
+
+
+def test_alibi() -> None:
+    slopes = registry.fractions(np.random.default_rng(1), (sizes.B, sizes.H))
+    assert_loops_agree(
+        bind(mods.alibi, slopes=slopes),
+        lambda s, b, h, q, k: s - float(slopes[b, h]) * abs(q - k),
+    )
+
+
+def papers_slopes(n: int) -> list[float]:
+    """ALiBi's slopes as the paper puts them: a geometric sequence, or two interleaved."""
+    if n & (n - 1) == 0:
+        start = 2.0 ** (-8.0 / n)
+        return [start * start**i for i in range(n)]
+    closest = 2 ** math.floor(math.log2(n))
+    return papers_slopes(closest) + papers_slopes(2 * closest)[0::2][: n - closest]
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 96, 112, 128, 1000])
+def test_alibi_slopes(n: int) -> None:
+    slopes = mods.alibi_slopes(n)
+    assert slopes.shape == (n,)
+    assert slopes.dtype == np.float32
+    # start**i gathers one rounding for each of i factors; then there is float32's own
+    np.testing.assert_allclose(slopes, papers_slopes(n), rtol=2.0**-24 + 2 * n * 2.0**-53)
+
+
+def test_alibi_slopes_by_hand() -> None:
+    assert mods.alibi_slopes(0).shape == (0,)
+    assert mods.alibi_slopes(0).dtype == np.float32
+    assert mods.alibi_slopes(1).tolist() == [2.0**-8]
+    assert mods.alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+    assert mods.alibi_slopes(np.int16(8)).tolist() == mods.alibi_slopes(8).tolist()  # type: ignore[arg-type]
+    sixteen = mods.alibi_slopes(16)
+    twelve = mods.alibi_slopes(12)
+    assert twelve[:8].tolist() == mods.alibi_slopes(8).tolist()
+    assert twelve[8:].tolist() == sixteen[[0, 2, 4, 6]].tolist()
+
+
+@pytest.mark.parametrize("n", [8.0, "8", None, True, np.True_, np.ones(2, int), 1j])
+def test_alibi_slopes_of_no_count(n: Any) -> None:
+    with pytest.raises(TypeError, match="n_heads: expected a number of heads"):
+        mods.alibi_slopes(n)
+
+
+def test_alibi_slopes_of_a_negative_count() -> None:
+    with pytest.raises(ValueError, match="n_heads: expected a number of heads, 0 or more, got -1"):
+        mods.alibi_slopes(-1)
+
+
+def test_relative_position_bias() -> None:
+    table = registry.fractions(np.random.default_rng(2), (sizes.H, 11))
+
+    def expected(s: float, b: int, h: int, q: int, k: int) -> float:
+        return s + float(table[h, 5 + max(-5, min(5, k - q))])
+
+    assert_loops_agree(bind(mods.relative_position_bias, table=table, reach=5), expected)
+
+
+def t5_bucket(distance: int, bidirectional: bool, buckets: int, max_distance: int) -> int:
+    """T5's formula in float64; `distance` is the key's position minus the query's."""
+    first = 0
+    if bidirectional:
+        buckets //= 2
+        first = buckets if distance > 0 else 0
+        n = abs(distance)
+    else:
+        n = max(-distance, 0)
+    exact = buckets // 2
+    if n < exact:
+        return first + n
+    steps = math.log(n / exact) / math.log(max_distance / exact) * (buckets - exact)
+    return first + min(exact + int(steps), buckets - 1)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(
+    ("buckets", "max_distance"),
+    [(32, 128), (64, 128), (32, 64), (16, 20), (9, 100), (6, 1000), (4, 2), (128, 1000)],
+)
+def test_t5_buckets(bidirectional: bool, buckets: int, max_distance: int) -> None:
+    if bidirectional and max_distance <= buckets // 4:
+        return
+    if not bidirectional and max_distance <= buckets // 2:
+        max_distance += buckets
+    distance = np.arange(-1000, 1001)
+    table = np.arange(float(buckets))[:, None] * [1.0, -1.0]
+    mod = mods.t5_bias(table, bidirectional, max_distance)
+    got = mod(0.0, 0, 0, 1000, distance + 1000)
+    want = [t5_bucket(int(d), bidirectional, buckets, max_distance) for d in distance]
+    assert got.tolist() == want
+    assert mod(0.0, 0, 1, 1000, distance + 1000).tolist() == [-bucket for bucket in want]
+
+
+def test_t5_buckets_by_hand() -> None:
+    """Where the exact logarithm is an integer: 8 * 2**(k / 2) starts a bucket of its own."""
+    mod = mods.t5_bias(np.arange(32.0)[:, None])
+    before = mod(0.0, 0, 0, np.array([0, 7, 8, 11, 12, 15, 16, 22, 23, 31, 32, 63, 64]), 0)
+    assert before.tolist() == [0, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 13, 14]
+    assert mod(0.0, 0, 0, np.array([90, 91, 127, 128, 1 << 40]), 0).tolist() == [14, 15, 15, 15, 15]
+    assert mod(0.0, 0, 0, 0, np.array([1, 16, 91, 1 << 40])).tolist() == [17, 26, 31, 31]
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", ">f4"])
+def test_t5_bias_keeps_the_tables_dtype(dtype: str) -> None:
+    table = registry.fractions(np.random.default_rng(3), (32, 5), dtype)
+    bound = functions.resolve("score_mod", mods.t5_bias(table), functions.SCORE_MOD)
+    assert isinstance(bound, functions.Bound)
+    assert bound.function is mods.relative_position_bias
+    columns = dict(zip(bound.names, bound.values, strict=True))["table"]
+    assert isinstance(columns, np.ndarray)
+    assert columns.dtype == np.dtype(dtype).newbyteorder("=")
+    assert set(columns[3].tolist()) == set(table[:, 3].tolist())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"table": np.zeros((32, 4), int)}, TypeError, "table: expected dtype float16, float32"),
+        ({"table": np.zeros((32, 4), "c8")}, TypeError, "got complex64"),
+        ({"table": np.zeros(32)}, ValueError, r"table: expected shape .*, got \(32,\)"),
+        ({"table": np.zeros((3, 1))}, ValueError, "at least 4 buckets with bidirectional=True"),
+        (
+            {"table": np.zeros((1, 1)), "bidirectional": False},
+            ValueError,
+            "at least 2 buckets with bidirectional=False",
+        ),
+        ({"table": np.zeros((32, 4)), "max_distance": 8}, ValueError, "more than the 8 distances"),
+        ({"table": np.zeros((32, 4)), "max_distance": 64.0}, TypeError, "max_distance: expected"),
+    ],
+)
+def test_bad_t5_tables(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        mods.t5_bias(**arguments)
+
+
+def test_soft_window() -> None:
+    def expected(s: float, b: int, h: int, q: int, k: int) -> float:
+        return s + math.log(1 / (1 + math.exp(-(6.5 - abs(q - k)) / 2)))
+
+    assert_loops_agree(bind(mods.soft_window, width=6.5, softness=2.0), expected)
+
+
+def test_adaptive_span() -> None:
+    span = np.array([0.0, 3.0, 40.0], np.float32)
+
+    def expected(s: float, b: int, h: int, q: int, k: int) -> float:
+        weight = min(max((float(span[h]) + 4.0 - abs(q - k)) / 4.0, 0.0), 1.0)
+        return s + math.log(weight) if weight else -math.inf
+
+    assert_loops_agree(bind(mods.adaptive_span, span=span, ramp=4.0), expected)
+
+
+def test_gaussian_window() -> None:
+    assert_loops_agree(
+        bind(mods.gaussian_window, sigma=5.0),
+        lambda s, b, h, q, k: s - (q - k) ** 2 / (2 * 5.0**2),
+    )
+
+
+def test_distance_decay() -> None:
+    assert_loops_agree(
+        bind(mods.distance_decay, rate=1.5, length=3.0),
+        lambda s, b, h, q, k: s + math.log((1 + abs(q - k) / 3.0) ** -1.5),
+    )
+    assert_loops_agree(
+        bind(mods.distance_decay, rate=1), lambda s, b, h, q, k: s - math.log(1 + abs(q - k))
+    )
+
+
+def test_any_distance_is_safe() -> None:
+    """No overflow, no warning, no NaN, however far and however near."""
+    distance = np.array([0, 1, 50_000, 1 << 31, 1 << 40], np.int64)
+    with np.errstate(all="raise", under="ignore"):
+        for mod in (
+            bind(mods.soft_window, width=64, softness=0.25),
+            bind(mods.soft_window, width=1e9, softness=1e-3),
+            bind(mods.gaussian_window, sigma=1e-3),
+            bind(mods.distance_decay, rate=2.0, length=1e-3),
+            bind(mods.alibi, slopes=np.ones((1, 1))),
+        ):
+            for q, k in ((distance, 0), (0, distance)):
+                added = mod(0.0, 0, 0, q, k)
+                assert np.isfinite(added).all()
+                assert (np.diff(added) <= 0).all()
+        span = bind(mods.adaptive_span, span=np.array([1.0]), ramp=1.0)
+        assert span(0.0, 0, 0, distance, 0).tolist() == [0.0, 0.0, *[-np.inf] * 3]
+    # exactly: the penalty of 2**40 positions is not lost in a square of integers
+    assert float(mods.gaussian_window(0.0, 0, 0, 1 << 40, 0, sigma=1.0)) == -(2.0**79)
+
+
+def test_modifiers_say_what_they_need() -> None:
+    with pytest.raises(TypeError, match="expected cap to be bound"):
+        functions.resolve("score_mod", mods.softcap, functions.SCORE_MOD)
+
+
+# ---------------------------------------------------------------------------------------------
+# compose
+# ---------------------------------------------------------------------------------------------
+
+
+def add(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, x: Any) -> Any:
+    return score + x
+
+
+def double(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 2 * score
+
+
+def test_compose_applies_the_first_first() -> None:
+    assert mods.compose(bind(add, x=1.0), double)(5.0, 0, 0, 0, 0) == 12.0
+    assert mods.compose(double, bind(add, x=1.0))(5.0, 0, 0, 0, 0) == 11.0
+    assert mods.compose(double)(5.0, 0, 0, 0, 0) == 10.0
+
+
+def test_compose_passes_the_indices_on() -> None:
+    seen = []
+
+    def watch(score: Any, *indices: Any) -> Any:
+        seen.append(indices)
+        return score
+
+    mods.compose(watch, double, watch)(5.0, 1, 2, 3, 4)
+    assert seen == [(1, 2, 3, 4)] * 2
+
+
+def test_compose_is_flat() -> None:
+    inner = mods.compose(double, double)
+    both = mods.compose(inner, bind(add, x=1.0), mods.compose(inner))
+    assert both.operator == "compose"
+    assert [type(part) for part in both.parts] == [
+        *[types.FunctionType] * 2,
+        bind,
+        *[types.FunctionType] * 2,
+    ]
+    assert both(1.0, 0, 0, 0, 0) == 20.0
+    tree = functions.resolve("score_mod", both, functions.SCORE_MOD)
+    assert isinstance(tree, functions.Combination)
+    assert all(isinstance(part, functions.Bound) for part in tree.parts)
+    assert tree(1.0, 0, 0, 0, 0) == 20.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ((), "at least one"),
+        ((double, 3.0), "got float"),
+        ((None,), "got NoneType"),
+        ((np.zeros(3),), "got ndarray"),
+        ((double, masks.causal), "<Mask causal>"),
+        ((masks.causal & masks.causal,), "<Mask causal & causal>"),
+    ],
+)
+def test_compose_refuses(wrong: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(TypeError, match=f"compose: .*{text}"):
+        mods.compose(*wrong)
+
+
+# ---------------------------------------------------------------------------------------------
+# Dropout
+# ---------------------------------------------------------------------------------------------
+
+# Known answers that Random123, the authors' library, is distributed with (kat_vectors).
+KNOWN = [
+    ("00000000 00000000 00000000 00000000 00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
+
+words = st.integers(0, 2**32 - 1)
+
+
+def words_of(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 as the paper writes it, on Python's integers."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        hi0, lo0 = divmod(0xD2511F53 * c[0], 2**32)
+        hi1, lo1 = divmod(0xCD9E8D57 * c[2], 2**32)
+        c = [hi1 ^ c[1] ^ k[0], lo1, hi0 ^ c[3] ^ k[1], lo0]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+@pytest.mark.parametrize(("given", "answer"), KNOWN)
+def test_philox_knows_the_answers(given: str, answer: str) -> None:
+    arguments = words_of(given)
+    assert philox_by_hand(arguments[:4], arguments[4:]) == words_of(answer)
+    assert list(mods.philox(*arguments)) == words_of(answer)  # Python's integers do not wrap
+    with np.errstate(all="raise"):
+        got = mods.philox(*(np.array([x], np.int64) for x in arguments))
+    assert [int(word[0]) for word in got] == words_of(answer)
+
+
+@given(st.lists(words, min_size=6, max_size=6))
+def test_philox_by_hand(arguments: list[int]) -> None:
+    got = mods.philox(*(np.array([x], np.int64) for x in arguments))
+    assert [int(word[0]) for word in got] == philox_by_hand(arguments[:4], arguments[4:])
+    assert all(word.dtype == np.int64 for word in got)
+
+
+@given(st.lists(words, min_size=6, max_size=6), st.integers(-(2**31), 2**31 - 1))
+def test_philox_takes_the_low_words(arguments: list[int], above: int) -> None:
+    """A word that is sign-extended, or carries something above, is the same word."""
+    dirty = [np.array([(above << 32) + x], np.int64) for x in arguments]
+    clean = [np.array([x], np.int64) for x in arguments]
+    assert [int(w[0]) for w in mods.philox(*dirty)] == [int(w[0]) for w in mods.philox(*clean)]
+
+
+def test_philox_mixes_shapes() -> None:
+    c0, c1 = np.arange(3)[None, :], np.arange(2)[:, None]
+    got = mods.philox(c0, c1, np.array([[7]]), np.array([[8]]), 5, 6)
+    for i in range(2):
+        for j in range(3):
+            assert [int(w[i, j]) for w in got] == philox_by_hand([j, i, 7, 8], [5, 6])
+
+
+def keep_by_hand(b: int, h: int, i: int, j: int, seed: int, p: float) -> bool:
+    word = philox_by_hand([j // 4, i, h, b], [seed % 2**32, seed // 2**32])[j % 4]
+    return word >= p * 2**32
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**64 - 1, 0x123456789ABCDEF0])
+def test_keep(seed: int) -> None:
+    i, j = np.arange(5), np.arange(11)
+    for b, h in ((0, 0), (1, 2), (3, 1)):
+        kept = mods.keep(b, h, i[:, None], j[None, :], seed, 0.25)
+        want = [[keep_by_hand(b, h, x, y, seed, 0.25) for y in range(11)] for x in range(5)]
+        assert kept.tolist() == want
+
+
+def test_keep_takes_every_shape() -> None:
+    whole = mods.keep(*np.ogrid[:2, :3, :4, :9], seed=5, dropout_p=0.5)
+    assert whole.shape == (2, 3, 4, 9)
+    assert whole.dtype == bool
+    with np.errstate(all="raise"):
+        one = mods.keep(1, 2, 3, 8, seed=5, dropout_p=0.5)
+        assert mods.keep(np.int64(1), 2, 3, np.arange(0), seed=5, dropout_p=0.5).shape == (0,)
+    assert one.shape == ()
+    assert bool(one) == bool(whole[1, 2, 3, 8])
+    part = mods.keep(1, 2, np.arange(1, 3)[:, None], np.arange(3, 9), seed=5, dropout_p=0.5)
+    assert part.tolist() == whole[1, 2, 1:3, 3:9].tolist()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_keep_has_the_right_mean(p: float) -> None:
+    """Within six standard deviations, over all and in every part of the indices."""
+    kept = mods.keep(*np.ogrid[:4, :4, :64, :64], seed=3, dropout_p=p)
+    for axis in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)):
+        count = math.prod(kept.shape[n] for n in axis)
+        spread = 6 * math.sqrt(p * (1 - p) / count)
+        assert np.abs(kept.mean(axis) - (1 - p)).max() <= spread
+
+
+def test_keep_depends_on_everything() -> None:
+    """Shifting any index, or changing any bit of the seed, leaves no more than chance in common."""
+    grid = np.ogrid[:2, :2, :32, :32]
+    kept = mods.keep(*grid, seed=0, dropout_p=0.5)
+    count = kept.size
+    others = [
+        mods.keep(*(x + (n == axis) for n, x in enumerate(grid)), seed=0, dropout_p=0.5)
+        for axis in range(4)
+    ]
+    others += [mods.keep(*grid, seed=1 << bit, dropout_p=0.5) for bit in range(64)]
+    others.append(np.swapaxes(kept, 2, 3))
+    for other in others:
+        assert abs(np.mean(kept == other) - 0.5) <= 6 * 0.5 / math.sqrt(count)
+
+
+def test_drop_threshold() -> None:
+    assert mods.drop_threshold(0.0) == 0
+    assert mods.drop_threshold(0.5) == 2**31
+    assert mods.drop_threshold(0.1) == round(0.1 * 2**32)
+    assert mods.drop_threshold(math.nextafter(1.0, 0.0)) == 2**32 - 1  # the last word is kept
+    assert mods.drop_threshold(2.0**-33) == 0
+    assert isinstance(mods.drop_threshold(np.float64(0.3)), int)
+
+
+# ---------------------------------------------------------------------------------------------
+# The registry: what it says of itself
+# ---------------------------------------------------------------------------------------------
+
+MOST = 12.0  # bound of the scores here
+
+
+def evaluate(mod: Callable[..., Any], score: NDArray[Any], b: int, h: int) -> NDArray[Any]:
+    with np.errstate(invalid="ignore"):
+        return np.broadcast_to(mod(score, b, h, q_idx, kv_idx), score.shape)
+
+
+def in_dtype(mod: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    """Round what the functions in a modifier are bound to."""
+
+    def one(tree: Any) -> Any:
+        if isinstance(tree, functions.Combination):
+            return functions.Combination(tree.operator, tuple(map(one, tree.parts)))
+        values = [
+            x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+            for x in tree.values
+        ]
+        return functions.Bound(tree.function, tree.order, tree.names, tuple(values))
+
+    result: Callable[..., Any] = one(functions.resolve("score_mod", mod, functions.SCORE_MOD))
+    return result
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_registered_budgets_hold(name: str) -> None:
+    """NumPy in float32 errs by no more than the budget, and an error of the score by as much."""
+    entry = MODS[name]
+    mod = entry.build(sizes, registry.generator(name))
+    score = np.clip(scores(), -MOST, MOST)
+    moved = np.clip(score + scores(1, 0.25), -MOST, MOST)
+    budget32 = entry.budget(np.float32, MOST, sizes)
+    budget64 = entry.budget(np.float64, MOST, sizes)
+    hidden = False
+    for b in range(sizes.B):
+        for h in range(sizes.H):
+            want = evaluate(mod, score, b, h)
+            seen = want != -np.inf
+            hidden |= not seen.all()
+            assert np.abs(want[seen]).max() <= entry.magnitude(MOST, sizes.far)
+            low = evaluate(in_dtype(mod, np.float32), score.astype(np.float32), b, h)
+            assert (low[~seen] == -np.inf).all()
+            assert np.abs(low - want)[seen].max() <= budget32
+            # a quotient of differences is no larger than the derivative somewhere
+            change = np.abs(evaluate(mod, moved, b, h) - want)[seen]
+            assert (change <= entry.lipschitz * np.abs(moved - score)[seen] + budget64).all()
+    assert hidden == entry.hides
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chained_budgets_hold(seed: int) -> None:
+    names, entry = registry.random_mod(np.random.default_rng(seed))
+    mod = entry.build(sizes, np.random.default_rng(seed))
+    score = np.clip(scores(seed), -MOST, MOST)
+    want = evaluate(mod, score, 1, 2)
+    low = evaluate(in_dtype(mod, np.float32), score.astype(np.float32), 1, 2)
+    seen = want != -np.inf
+    assert len(names) == len(functions.resolve("", mod, functions.SCORE_MOD).parts) or (  # type: ignore[union-attr]
+        "compose" in names
+    )
+    assert (seen == (low != -np.inf)).all()
+    assert np.abs(want[seen]).max() <= entry.magnitude(MOST, sizes.far)
+    assert np.abs(low - want)[seen].max() <= entry.budget(np.float32, MOST, sizes)
+
+
+@pytest.mark.parametrize("name", [name for name in MODS if MODS[name].kinks])
+def test_registered_kinks_are_where_the_derivative_jumps(name: str) -> None:
+    mod = MODS[name].build(sizes, registry.generator(name))
+    for kink in MODS[name].kinks:
+        at, left, right = (
+            evaluate(mod, np.full((sizes.Nq, sizes.Nk), x), 0, 0)
+            for x in (kink, kink - 2.0**-10, kink + 2.0**-10)
+        )
+        assert (np.abs((right - at) - (at - left)) > 2.0**-12).all()
+
+
+ALLOWED = {
+    *("where", "exp", "exp2", "expm1", "log", "log1p", "tanh", "sqrt", "power", "sin", "cos"),
+    *("abs", "sign", "floor", "clip", "minimum", "maximum", "logical_and", "logical_or"),
+    *("logical_not", "isfinite", "float32", "inf"),
+}
+"""What lanes know of NumPy."""
+
+BUILT_IN = [
+    *("softcap", "alibi", "relative_position_bias", "soft_window", "adaptive_span"),
+    *("gaussian_window", "distance_decay", "philox", "_philox_round"),
+]
+
+
+def all_functions() -> list[types.FunctionType]:
+    """Return the built-in functions and those of the registry."""
+    found = [getattr(mods, name) for name in BUILT_IN]
+    found += [
+        inspect.unwrap(x)
+        for name, x in vars(masks).items()
+        if isinstance(x, masks.Mask) and not name.startswith("_")
+    ]
+    made = [entry.build(sizes, registry.generator(name)) for name, entry in MODS.items()]
+    made += [build(sizes, registry.generator(name)) for name, build in registry.MASKS.items()]
+
+    def collect(mod: Any) -> None:
+        if isinstance(mod, functions.Combination):
+            for part in mod.parts:
+                collect(part)
+        elif isinstance(mod, functools.partial):
+            collect(mod.func)
+        elif mod not in found:
+            found.append(mod)
+
+    for mod in made:
+        collect(mod)
+    return found
+
+
+@pytest.mark.parametrize("function", all_functions(), ids=lambda f: f.__name__)
+def test_one_plain_function_each(function: types.FunctionType) -> None:
+    """No branch, no loop, nothing that lanes do not know."""
+    source = textwrap.dedent(inspect.getsource(function))
+    if function.__name__ == "<lambda>":
+        source = source[source.index("lambda") : source.rindex(")")]
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        assert not isinstance(
+            node, ast.If | ast.IfExp | ast.For | ast.While | ast.BoolOp | ast.Not | ast.Try
+        )
+        if isinstance(node, ast.Compare):
+            assert len(node.ops) == 1
+        if isinstance(node, ast.Attribute):
+            assert isinstance(node.value, ast.Name)
+            assert node.value.id == "np" or node.attr == "Any"
+            assert node.attr in ALLOWED
+
+
+def test_there_are_functions_to_check() -> None:
+    names = {f.__name__ for f in all_functions()}
+    assert {"softcap", "philox", "causal", "streaming", "tanh_gate", "carpet"} <= names
+    assert len(names) > 50
