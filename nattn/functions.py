@@ -144,9 +144,12 @@ def resolve(name: str, function: Any, parameters: tuple[str, ...]) -> Tree:
                 f"{name}: expected parameters bound before functions are combined, got "
                 f"functools.partial of a combination with {', '.join(keywords) or args}"
             )
+        if (plain.operator == "compose") != (parameters == SCORE_MOD):
+            kind = "composed modifiers" if plain.operator == "compose" else "combined masks"
+            raise TypeError(f"{name}: expected a function {call}, got {kind}")
         parts = tuple(resolve(name, part, parameters) for part in plain.parts)
         return Combination(plain.operator, parts)
-    if isinstance(plain, Bound):
+    if isinstance(plain, Bound) and not (args or keywords):
         return plain
     if not isinstance(plain, types.FunctionType):
         raise TypeError(
@@ -159,7 +162,10 @@ def resolve(name: str, function: Any, parameters: tuple[str, ...]) -> Tree:
 def _describe(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a broken one, or an int of 4300 digits
+        return type(value).__name__
     return f"{text if len(text) < 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
@@ -172,13 +178,15 @@ def _bind(
     count: int,
 ) -> Bound:
     signature = inspect.signature(plain)
-    got = f"{plain.__name__}{signature}"
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    got = f"{plain.__name__}{inspect.Signature(bare)}"
     arguments = [_Argument(n) for n in range(count)]
     for p in signature.parameters.values():
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY):
+            star = "*, " if p.kind == p.KEYWORD_ONLY else ""
             raise TypeError(
                 f"{name}: expected a function {call} with named parameters, got {got}, of which "
-                f"{str(p).split(':')[0]} cannot be compiled"
+                f"{star}{str(p).split(':')[0]} cannot be compiled"
             )
     try:
         bound = signature.bind(*args, *arguments, **keywords)
@@ -259,24 +267,28 @@ def digest(function: types.FunctionType, name: str = "function") -> str:
     """
     found = _known.get(function)
     if found is not None:
-        captured, result = found
-        if all(_current(owner, key) is value for owner, key, value in captured):
+        code, captured, result = found
+        if code is function.__code__ and all(
+            _current(owner, key) is value for owner, key, value in captured
+        ):
             return result
     hasher = hashlib.sha256()
     captures: list[tuple[Any, str, Any]] = []
     _hash_function(name, function, hasher, captures, [])
-    _known[function] = captures, hasher.hexdigest()
-    return _known[function][1]
+    _known[function] = function.__code__, captures, hasher.hexdigest()
+    return _known[function][2]
 
 
-_known: weakref.WeakKeyDictionary[types.FunctionType, tuple[list[tuple[Any, str, Any]], str]] = (
-    weakref.WeakKeyDictionary()
-)
-"""What each function captured when it was last seen, and its hash."""
+_Known = tuple[types.CodeType, list[tuple[Any, str, Any]], str]
+
+_known: weakref.WeakKeyDictionary[types.FunctionType, _Known] = weakref.WeakKeyDictionary()
+"""Each function's code and what it captured when it was last seen, and its hash."""
 
 
 def _current(owner: Any, key: str) -> Any:
-    """Look again where something was captured: in a cell, a module's namespace or a dict."""
+    """Look again where something was captured: in a cell, a function or a module's namespace."""
+    if isinstance(owner, types.FunctionType):
+        return getattr(owner, key)
     try:
         return owner.cell_contents if isinstance(owner, types.CellType) else owner.get(key)
     except ValueError:  # an empty cell
@@ -286,7 +298,7 @@ def _current(owner: Any, key: str) -> Any:
 def helpers(function: types.FunctionType) -> list[types.FunctionType]:
     """Return the plain Python functions that a function may call, and those they call."""
     digest(function)
-    captured = _known[function][0]
+    captured = _known[function][1]
     return [value for _, _, value in captured if isinstance(value, types.FunctionType)]
 
 
@@ -315,8 +327,9 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
     scope = function.__globals__
     for code in _codes(function.__code__):
         for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in scope:
-                yield scope, step.argval, scope[step.argval]
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                # None for a builtin, and for what may be defined later
+                yield scope, step.argval, scope.get(step.argval)
 
 
 def _hash_function(
@@ -335,7 +348,14 @@ def _hash_function(
     for code in _codes(function.__code__):
         attributes.update(code.co_names)
     if len(open_functions) > 1:  # those of the function itself are parameters like any other
-        hasher.update(repr((function.__defaults__, function.__kwdefaults__)).encode())
+        places = ("__code__", "__defaults__")  # which reloading a module replaces
+        captures += [(function, place, getattr(function, place)) for place in places]
+        if not all(map(_is_constant, function.__defaults__ or ())):
+            raise TypeError(
+                f"{role}: expected numbers as defaults of {function.__name__}, which "
+                f"{open_functions[0].__name__} calls, got {_describe(function.__defaults__)}"
+            )
+        hasher.update(repr(function.__defaults__).encode())
     seen: set[tuple[int, str]] = set()
     pending = list(_captured(function))
     while pending:

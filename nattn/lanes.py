@@ -1089,6 +1089,7 @@ def _integer_write(name: str, numba_type: Any) -> Any:
     return access
 
 
+write_int8 = _integer_write("int8", types.int8)
 write_int64 = _integer_write("int64", types.int64)
 write_int32 = _integer_write("int32", types.int32)
 

@@ -18,11 +18,14 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+import registry
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from nattn import dual, lanes, mods
+from nattn import dual, functions, lanes, mods
+from nattn.cpu import score
+from nattn.cpu.jit import inlined
 from nattn.dual import Dual, chain, seed, tangent, value
 from nattn.lanes import Lanes, Tile
 
@@ -342,3 +345,358 @@ def test_tangents(group: Callable[..., Any], dtype: str) -> None:
                 f"{inputs.o=}, {inputs.s=}, {inputs.k=}: {got.tangents[n][at]!r}, "
                 f"and by differences {exact[n][at]!r}, within {allowed[n][at]}"
             )
+
+
+def some(x: Any, y: Any, u: Any, v: Any, c: Any, o: Any, s: Any, k: Any) -> Any:
+    """Use every way in which a rule meets lanes, lanes of width 1 and scalars."""
+    return (
+        *(x + y, c - x, x * o, x / s, k % x, o // x, np.tanh(x), np.sqrt(u), abs(x) + o),
+        *(max(o, x), np.minimum(y, s), np.where(o < s, x, c), np.where(x < c, o, y), x < o),
+    )
+
+
+@dtype_of_each_kind
+def test_every_width_computes_the_same_bits(dtype: str) -> None:
+    inputs = samples(dtype)[0]
+    first: Results | None = None
+    for W in (16, 8, 4, 1):
+        got, on_lanes = evaluate(Tile(dtype, W, 1, 1), some, inputs)
+        assert_same(got.values, on_lanes.values)
+        if first is None:
+            first = got
+        assert got.kinds == first.kinds
+        for n, label in enumerate(labels(some)):
+            assert_same(got.values[n], first.values[n], label)
+            assert_same(got.tangents[n], first.tangents[n], label)
+
+
+# ---------------------------------------------------------------------------------------------
+# Edges
+# ---------------------------------------------------------------------------------------------
+
+inf, nan = math.inf, math.nan
+
+EDGES: list[tuple[Callable[..., Any], str, dict[str, float], float]] = [
+    # |x|' = 0 at 0
+    (smooth, "abs(x)", {"x": 0.0, "dx": 3}, 0),
+    (smooth, "abs(x)", {"x": -0.0, "dx": 3}, 0),
+    (smooth, "np.abs(x)", {"x": -2, "dx": 3}, -3),
+    (smooth, "np.abs(x)", {"x": inf, "dx": 3}, 3),
+    # the first argument at a tie
+    (selection, "min(x, y)", {"x": 1, "dx": 2, "y": 1, "dy": 3}, 2),
+    (selection, "max(x, y)", {"x": 1, "dx": 2, "y": 1, "dy": 3}, 2),
+    (selection, "np.minimum(x, y)", {"x": 1, "dx": 2, "y": 1, "dy": 3}, 2),
+    (selection, "np.maximum(x, y)", {"x": 1, "dx": 2, "y": 1, "dy": 3}, 2),
+    (selection, "np.maximum(x, y)", {"x": 0.0, "dx": 2, "y": -0.0, "dy": 3}, 2),
+    (selection, "np.maximum(c, x)", {"x": 1, "dx": 2, "c": 1}, 0),
+    (selection, "max(c, x)", {"x": 1, "dx": 2, "c": 1}, 0),
+    (selection, "np.minimum(x, c)", {"x": 1, "dx": 2, "c": 1}, 2),
+    (selection, "min(x, c)", {"x": 1, "dx": 2, "c": 1}, 2),
+    # the argument that is the result, where there is a NaN
+    (selection, "np.maximum(x, y)", {"x": nan, "dx": 2, "y": 1, "dy": 3}, 2),
+    (selection, "np.maximum(x, y)", {"x": 1, "dx": 2, "y": nan, "dy": 3}, 3),
+    (selection, "np.minimum(x, y)", {"x": nan, "dx": 2, "y": 1, "dy": 3}, 2),
+    (selection, "np.minimum(x, y)", {"x": 1, "dx": 2, "y": nan, "dy": 3}, 3),
+    (selection, "max(x, y)", {"x": 1, "dx": 2, "y": nan, "dy": 3}, 2),
+    (selection, "min(x, y)", {"x": nan, "dx": 2, "y": 1, "dy": 3}, 2),
+    # what is not selected may be NaN
+    (selection, "np.where(x < y, x, y)", {"x": 1, "dx": 2, "y": 3, "dy": nan}, 2),
+    (selection, "np.where(x < y, x, y)", {"x": 4, "dx": nan, "y": 3, "dy": 5}, 5),
+    (selection, "np.where(x < y, x, y)", {"x": nan, "dx": 2, "y": 3, "dy": 5}, 5),
+    (selection, "np.where(x > s, c, x)", {"x": 1e9, "dx": nan, "c": 3}, 0),
+    # slopes that are infinite, and what they are multiplied by
+    (smooth, "np.sqrt(u)", {"u": 0, "du": 1}, inf),
+    (smooth, "np.sqrt(u)", {"u": 0, "du": 0}, 0),
+    (smooth, "np.sqrt(u)", {"u": inf, "du": inf}, 0),
+    (smooth, "np.log(u)", {"u": 0, "du": -2}, -inf),
+    (smooth, "np.log(u)", {"u": 0, "du": 0}, 0),
+    (smooth, "np.log(u)", {"u": inf, "du": inf}, 0),
+    (smooth, "np.exp(x)", {"x": -inf, "dx": 1}, 0),
+    (smooth, "np.exp(x)", {"x": -1e4, "dx": inf}, 0),
+    (smooth, "np.exp(x)", {"x": 1e4, "dx": -1}, -inf),
+    (smooth, "np.exp(x)", {"x": 1e4, "dx": 0}, 0),
+    (smooth, "np.exp2(x)", {"x": -1e5, "dx": -inf}, 0),
+    (smooth, "np.tanh(x)", {"x": 0, "dx": 1}, 1),
+    (smooth, "np.tanh(x)", {"x": -inf, "dx": 1}, 0),
+    (smooth, "np.tanh(x)", {"x": inf, "dx": inf}, 0),
+    (arithmetic, "x * y", {"x": 0, "dx": inf, "y": 0, "dy": 1}, 0),
+    (arithmetic, "x * c", {"x": 3, "dx": nan, "c": 0}, 0),
+    (arithmetic, "x * c", {"x": 3, "dx": 0, "c": inf}, 0),
+    (arithmetic, "x / y", {"x": 1, "dx": 0, "y": inf, "dy": inf}, 0),
+    (arithmetic, "x / y", {"x": 1, "dx": 1, "y": -inf, "dy": inf}, 0),
+    (arithmetic, "c / x", {"x": inf, "dx": -inf, "c": 1}, 0),
+    (arithmetic, "c / x", {"x": 1e30, "dx": 1e30, "c": 1}, -1e-30),
+    (arithmetic, "c / x", {"x": 0, "dx": 1, "c": 1}, -inf),
+    (arithmetic, "x / c", {"x": 0, "dx": 0, "c": 0}, 0),
+    (arithmetic, "x / c", {"x": 5, "dx": 1, "c": inf}, 0),
+    # x - (x // y) y
+    (steps, "x % y", {"x": 7, "dx": 1, "y": 2, "dy": 10}, 1 - 30),
+    (steps, "x % y", {"x": -7, "dx": 1, "y": 2, "dy": 10}, 1 + 40),
+    (steps, "x % y", {"x": 4, "dx": 1, "y": 2, "dy": 10}, 1 - 20),
+    (steps, "x % y", {"x": 3, "dx": 1, "y": inf, "dy": 1}, 1),
+    (steps, "c % x", {"x": 2, "dx": 10, "c": 7}, -30),
+]
+"""Group, label, operands (1 where not given) and the tangent."""
+
+
+@dtype_of_each_kind
+def test_edges(dtype: str) -> None:
+    tile = Tile(dtype, 8 if dtype == "float32" else 4, 1, 1)
+    for group in GROUPS:
+        cases = [case[1:] for case in EDGES if case[0] is group]
+        if not cases:
+            continue
+        data = np.array([[given.get(name, 1) for _, given, _ in cases] for name in OPERANDS])
+        got, on_lanes = evaluate(tile, group, Inputs(data, -1.25, 0.75, 3))
+        assert_same(got.values, on_lanes.values)
+        for n, (label, given, wanted) in enumerate(cases):
+            slope = got.tangents[labels(group).index(label), n]
+            np.testing.assert_allclose(
+                slope, wanted, rtol=4 * np.finfo(dtype).eps, err_msg=f"{label} at {given}"
+            )
+
+
+@dtype_of_each_kind
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_values_are_those_of_lanes(group: Callable[..., Any], dtype: str) -> None:
+    """Also where something special happens."""
+    f = np.finfo(dtype)
+    values = [0.0, -0.0, 1, -1, 0.1, -2.5, 7.3, 3, inf, -inf, nan, f.max, f.tiny, -f.tiny]
+    values += [f.smallest_subnormal, -f.max, 1e-30, -90, 90]
+    x, y = (a.ravel() for a in np.meshgrid(values, values))
+    ones = np.ones_like(x)
+    data = np.array([x, ones, y, ones, abs(x), ones, y, ones, y[::-1]])
+    tile = Tile(dtype, 8 if dtype == "float32" else 4, 1, 1)
+    for o, s, k in ((-1.25, 0.75, 3), (inf, nan, 0)):
+        got, on_lanes = evaluate(tile, group, Inputs(data, o, s, k))
+        for n, label in enumerate(labels(group)):
+            assert_same(got.values[n], on_lanes.values[n], label)
+
+
+def used(group: Callable[..., Any]) -> set[str]:
+    """Return the names of the functions and operators that a group uses."""
+    operators = {
+        ast.Mult: "mul",
+        ast.Div: "truediv",
+        ast.USub: "neg",
+        ast.UAdd: "pos",
+        ast.NotEq: "ne",
+        ast.LtE: "le",
+        ast.GtE: "ge",
+    }
+    names = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(group)))):
+        if isinstance(node, ast.Call):
+            names.add(node.func.attr if isinstance(node.func, ast.Attribute) else "")
+            names.add(node.func.id if isinstance(node.func, ast.Name) else "")
+        kind = type(node)
+        names.add(operators.get(kind, kind.__name__.lower()))  # type: ignore[call-overload]
+    return names
+
+
+def test_every_function_has_a_rule_and_is_tested() -> None:
+    tested = set().union(*map(used, GROUPS))
+    for function, _, real in dual.functions():
+        name = dual.rule_name(function)
+        assert name in dual.RULES or not real, f"no rule for {function}"
+        assert name in tested or function.__name__ in tested, f"no test of {function}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Modifiers
+# ---------------------------------------------------------------------------------------------
+
+
+def sigmoid_gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Saturate on both sides: exp overflows on one."""
+    return score / (1.0 + np.exp(-40.0 * (score - 0.25)))
+
+
+def polynomial(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return ((0.125 * score - 0.5) * score + 2.0) * score - 1.0
+
+
+def leaky(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, leak: Any) -> Any:
+    return np.maximum(score, 0.0) + leak * np.minimum(0.0, score)
+
+
+def root_gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Take a square root of 0 where the gate is shut, and of a negative number nowhere."""
+    return np.sqrt(np.maximum(0, score)) - 0.5 * np.sqrt(np.maximum(-score, 0))
+
+
+def log_magnitude(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Let logarithms of negative numbers be in the branch that is not taken."""
+    return np.where(score > 0.0, np.log(1.0 + score), np.where(score < 0, -np.log(1 - score), 0.0))
+
+
+def steep(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Hide low scores, near keys excepted."""
+    return np.where((score < -1.0) & (abs(q_idx - kv_idx) > 2), -np.inf, 1.5 * score)
+
+
+def distance_scale(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score / (1 + abs(q_idx - kv_idx)) + (kv_idx % 3) * score
+
+
+def ratio(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (score * score - 1.0) / (abs(score) + (2 + h)) + 3.0 / (4.0 + score * score)
+
+
+def gaussian_bump(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, center: Any) -> Any:
+    off = score - center[h]
+    return score + np.exp(-0.5 * off * off) + np.exp2(-abs(score))
+
+
+def sawtooth(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score % 2.0 + score // 1.0 + (score + kv_idx) % (h + 1)
+
+
+def ignores_the_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return -0.25 * abs(q_idx - kv_idx)
+
+
+def constant(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 2
+
+
+def in_a_loop(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    total = 0.0
+    power = 1.0
+    for n in range(4):
+        power = power * (0.5 * score)
+        total = total + power / (n + 1 + h)
+    return total
+
+
+bind = functools.partial
+
+USERS = {
+    "sigmoid_gate": sigmoid_gate,
+    "polynomial": polynomial,
+    "leaky": bind(leaky, leak=0.125),
+    "root_gate": root_gate,
+    "log_magnitude": log_magnitude,
+    "steep": steep,
+    "distance_scale": distance_scale,
+    "ratio": ratio,
+    "gaussian_bump": bind(gaussian_bump, center=np.array([0.5, -1.25])),
+    "sawtooth": sawtooth,
+    "ignores_the_score": ignores_the_score,
+    "constant": constant,
+    "in_a_loop": in_a_loop,
+    "composed": mods.compose(bind(mods.softcap, cap=3.0), bind(leaky, leak=0.25), sigmoid_gate),
+    "composed after a constant": mods.compose(ignores_the_score, polynomial),
+}
+"""Their derivatives jump at multiples of 1/2 only."""
+
+SIZES = registry.Sizes(B=2, H=2, Nq=16, Nk=11)
+ITEM = 1, 1
+"""b and h."""
+
+
+@functools.cache
+def modifiers() -> dict[str, Callable[..., Any]]:
+    known = {name: mod.build(SIZES, registry.generator(name)) for name, mod in registry.MODS.items()}
+    return {**known, **USERS}
+
+
+def built_in() -> set[str]:
+    """Return the names of all modifiers that mods offers."""
+    return {
+        name
+        for name, f in vars(mods).items()
+        if inspect.isfunction(f) and next(iter(inspect.signature(f).parameters), "") == "score"
+    }
+
+
+def test_every_built_in_is_tested() -> None:
+    assert {"softcap", "alibi", "gaussian_window"} <= built_in() <= set(registry.MODS)
+
+
+def evaluator(tree: functions.Tree, first: int = 0) -> tuple[Any, int]:
+    """Return ``f(tile, params, outside, args)`` for a modifier, on lanes or dual numbers."""
+    if isinstance(tree, functions.Bound):
+        return score._evaluator(tree, first)
+    parts = []
+    for part in tree.parts:
+        f, first = evaluator(part, first)
+        parts.append(f)
+    return functools.reduce(_composed, parts), first
+
+
+def _composed(f: Any, g: Any) -> Any:
+    def composed(tile: Any, params: int, outside: Any, args: Any) -> Any:
+        return g(tile, params, outside, (f(tile, params, outside, args), *args[1:]))
+
+    return inlined(composed)
+
+
+@functools.cache
+def derivatives(tile: Tile, name: str) -> Array:
+    """Return the derivatives of a modifier at `scores`, keys first."""
+    tree = functions.resolve(name, modifiers()[name], functions.SCORE_MOD)
+    evaluate, _ = evaluator(tree)
+    W, size, item, head = tile.W, tile.itemsize, *ITEM
+
+    def run(params: int, rows: int, scores: int, out: int) -> None:
+        outside = lanes.new_outside(tile)
+        b, h = lanes.uniform_index(tile, "int32", item), lanes.uniform_index(tile, "int32", head)
+        for n in range(SIZES.Nk):
+            j = lanes.uniform_index(tile, "int32", n)
+            for i in range(0, SIZES.Nq, W):
+                at = (n * SIZES.Nq + i) * size
+                q_idx = lanes.load_index(tile, "int32", rows + 8 * i, 0)
+                x = seed(lanes.load(tile, scores + at))
+                r = dual.as_dual(tile, evaluate(tile, params, outside, (x, b, h, q_idx, j)))
+                lanes.store(out + at, chain(tile, lanes.splat(tile, 2.0), r))
+
+    words = np.array([*score._words(tree), 0], np.int64)
+    rows, x = np.arange(SIZES.Nq), np.ascontiguousarray(scores(tile.dtype).T)
+    out = np.empty_like(x)
+    addresses = (a.ctypes.data for a in (words, rows, x, out))
+    jit(run, types.void(*[types.int64] * 4))(*addresses)
+    return out.T / 2
+
+
+def scores(dtype: str) -> Array:
+    """Return scores away from multiples of 1/2, where a derivative may jump."""
+    x = np.random.default_rng(0).normal(0, 3, (20 * SIZES.Nq * SIZES.Nk)).astype(dtype)
+    x = x[abs(2 * x - np.rint(2 * x)) > 0.05]
+    return x[: SIZES.Nq * SIZES.Nk].reshape(SIZES.Nq, SIZES.Nk)
+
+
+ROUNDINGS = 64
+"""In the longest of the functions and its rules, elementary functions with up to 4 ulp included."""
+
+
+@dtype_of_each_kind
+def test_derivatives_of_modifiers(dtype: str) -> None:
+    """Against differences; in float64 those of the registry that are not built in are left out."""
+    tile = Tile(dtype, 8 if dtype == "float32" else 4, 1, 1)
+    eps, step = float(np.finfo(dtype).eps), WIDE(RATIO / 32)
+    x = scores(dtype).astype(WIDE)
+    positions = np.arange(SIZES.Nq)[:, None], np.arange(SIZES.Nk)
+    for name, mod in modifiers().items():
+        if dtype == "float64" and name not in USERS and name.split(",")[0] not in built_in():
+            continue
+        with np.errstate(all="ignore"):
+            def f(t: Any, mod: Any = mod) -> Array:
+                return np.broadcast_to(mod(x + t, *ITEM, *positions), x.shape)
+
+            hidden = f(0) == -inf
+            exact = np.where(hidden, 0, difference(f, step))
+            bend = np.where(hidden, 0, (f(step) - 2 * f(0) + f(-step)) / step**2)
+        # An error of an intermediate value moves the derivative as an error of the score does, or
+        # is one of a factor. The differences: functions change over 1/32 as others over 1.
+        largest = abs(exact).max()
+        allowed = ROUNDINGS * eps * (abs(exact) + abs(x * bend) + largest)
+        allowed += 100 * RATIO**6 * largest + 2 * np.finfo(WIDE).eps / step * abs(f(0))
+        got = derivatives(tile, name)
+        bad = abs(got - exact) > np.where(hidden, 0, allowed)
+        bad |= np.isnan(got)
+        at = np.unravel_index(bad.argmax(), bad.shape)
+        assert not bad.any(), (
+            f"{name} at the score {x[at]}, q_idx, kv_idx = {at}: {got[at]!r}, and by differences "
+            f"{exact[at]!r}, within {allowed[at]}"
+        )

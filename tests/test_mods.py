@@ -178,7 +178,9 @@ def test_t5_bias_keeps_the_tables_dtype(dtype: str) -> None:
     columns = dict(zip(bound.names, bound.values, strict=True))["table"]
     assert isinstance(columns, np.ndarray)
     assert columns.dtype == np.dtype(dtype).newbyteorder("=")
-    assert set(columns[3].tolist()) == set(table[:, 3].tolist())
+    buckets = [3, 16 + 5]  # of keys 3 before and 5 behind the query
+    distance = [columns.shape[1] // 2 + d for d in (-3, 5)]
+    assert columns[:, distance].T.tolist() == table[buckets].tolist()
 
 
 @pytest.mark.parametrize(
@@ -330,16 +332,19 @@ def test_compose_refuses(wrong: tuple[Any, ...], text: str) -> None:
 
 # Known answers that Random123, the authors' library, is distributed with (kat_vectors).
 KNOWN = [
-    ("00000000 00000000 00000000 00000000 00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-]  # fmt: skip
+    (6 * ["00000000"], ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]),
+    (6 * ["ffffffff"], ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]),
+    (
+        ["243f6a88", "85a308d3", "13198a2e", "03707344", "a4093822", "299f31d0"],
+        ["d16cfe09", "94fdcceb", "5001e420", "24126ea1"],
+    ),
+]
 
 words = st.integers(0, 2**32 - 1)
 
 
-def words_of(text: str) -> list[int]:
-    return [int(word, 16) for word in text.split()]
+def words_of(texts: list[str]) -> list[int]:
+    return [int(text, 16) for text in texts]
 
 
 def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
@@ -354,7 +359,7 @@ def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(("given", "answer"), KNOWN)
-def test_philox_knows_the_answers(given: str, answer: str) -> None:
+def test_philox_knows_the_answers(given: list[str], answer: list[str]) -> None:
     arguments = words_of(given)
     assert philox_by_hand(arguments[:4], arguments[4:]) == words_of(answer)
     assert list(mods.philox(*arguments)) == words_of(answer)  # Python's integers do not wrap
@@ -401,7 +406,8 @@ def test_keep(seed: int) -> None:
 
 
 def test_keep_takes_every_shape() -> None:
-    whole = mods.keep(*np.ogrid[:2, :3, :4, :9], seed=5, dropout_p=0.5)
+    b, h, i, j = np.ogrid[:2, :3, :4, :9]
+    whole = mods.keep(b, h, i, j, seed=5, dropout_p=0.5)
     assert whole.shape == (2, 3, 4, 9)
     assert whole.dtype == bool
     with np.errstate(all="raise"):
@@ -416,7 +422,8 @@ def test_keep_takes_every_shape() -> None:
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 def test_keep_has_the_right_mean(p: float) -> None:
     """Within six standard deviations, over all and in every part of the indices."""
-    kept = mods.keep(*np.ogrid[:4, :4, :64, :64], seed=3, dropout_p=p)
+    b, h, i, j = np.ogrid[:4, :4, :64, :64]
+    kept = mods.keep(b, h, i, j, seed=3, dropout_p=p)
     for axis in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)):
         count = math.prod(kept.shape[n] for n in axis)
         spread = 6 * math.sqrt(p * (1 - p) / count)
@@ -425,17 +432,18 @@ def test_keep_has_the_right_mean(p: float) -> None:
 
 def test_keep_depends_on_everything() -> None:
     """Shifting any index, or changing any bit of the seed, leaves no more than chance in common."""
-    grid = np.ogrid[:2, :2, :32, :32]
-    kept = mods.keep(*grid, seed=0, dropout_p=0.5)
-    count = kept.size
+    b, h, i, j = np.ogrid[:2, :2, :32, :32]
+    kept = mods.keep(b, h, i, j, 0, 0.5)
     others = [
-        mods.keep(*(x + (n == axis) for n, x in enumerate(grid)), seed=0, dropout_p=0.5)
-        for axis in range(4)
+        mods.keep(b + 1, h, i, j, 0, 0.5),
+        mods.keep(b, h + 1, i, j, 0, 0.5),
+        mods.keep(b, h, i + 1, j, 0, 0.5),
+        mods.keep(b, h, i, j + 1, 0, 0.5),
     ]
-    others += [mods.keep(*grid, seed=1 << bit, dropout_p=0.5) for bit in range(64)]
+    others += [mods.keep(b, h, i, j, 1 << bit, 0.5) for bit in range(64)]
     others.append(np.swapaxes(kept, 2, 3))
     for other in others:
-        assert abs(np.mean(kept == other) - 0.5) <= 6 * 0.5 / math.sqrt(count)
+        assert abs(np.mean(kept == other) - 0.5) <= 6 * 0.5 / math.sqrt(kept.size)
 
 
 def test_drop_threshold() -> None:
@@ -455,8 +463,7 @@ MOST = 12.0  # bound of the scores here
 
 
 def evaluate(mod: Callable[..., Any], score: NDArray[Any], b: int, h: int) -> NDArray[Any]:
-    with np.errstate(invalid="ignore"):
-        return np.broadcast_to(mod(score, b, h, q_idx, kv_idx), score.shape)
+    return np.broadcast_to(mod(score, b, h, q_idx, kv_idx), score.shape)
 
 
 def in_dtype(mod: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
@@ -493,9 +500,9 @@ def test_registered_budgets_hold(name: str) -> None:
             assert np.abs(want[seen]).max() <= entry.magnitude(MOST, sizes.far)
             low = evaluate(in_dtype(mod, np.float32), score.astype(np.float32), b, h)
             assert (low[~seen] == -np.inf).all()
-            assert np.abs(low - want)[seen].max() <= budget32
+            assert np.abs(low[seen] - want[seen]).max() <= budget32
             # a quotient of differences is no larger than the derivative somewhere
-            change = np.abs(evaluate(mod, moved, b, h) - want)[seen]
+            change = np.abs(evaluate(mod, moved, b, h)[seen] - want[seen])
             assert (change <= entry.lipschitz * np.abs(moved - score)[seen] + budget64).all()
     assert hidden == entry.hides
 
@@ -508,12 +515,10 @@ def test_chained_budgets_hold(seed: int) -> None:
     want = evaluate(mod, score, 1, 2)
     low = evaluate(in_dtype(mod, np.float32), score.astype(np.float32), 1, 2)
     seen = want != -np.inf
-    assert len(names) == len(functions.resolve("", mod, functions.SCORE_MOD).parts) or (  # type: ignore[union-attr]
-        "compose" in names
-    )
+    assert len(names) == 3
     assert (seen == (low != -np.inf)).all()
     assert np.abs(want[seen]).max() <= entry.magnitude(MOST, sizes.far)
-    assert np.abs(low - want)[seen].max() <= entry.budget(np.float32, MOST, sizes)
+    assert np.abs(low[seen] - want[seen]).max() <= entry.budget(np.float32, MOST, sizes)
 
 
 @pytest.mark.parametrize("name", [name for name in MODS if MODS[name].kinks])
@@ -570,7 +575,7 @@ def test_one_plain_function_each(function: types.FunctionType) -> None:
     """No branch, no loop, nothing that lanes do not know."""
     source = textwrap.dedent(inspect.getsource(function))
     if function.__name__ == "<lambda>":
-        source = source[source.index("lambda") : source.rindex(")")]
+        source = source[source.index("lambda ") : source.rindex(")")]
     tree = ast.parse(source)
     for node in ast.walk(tree):
         assert not isinstance(

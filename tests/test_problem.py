@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import fields
 from fractions import Fraction
 from itertools import product
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 import nattn
+from nattn import functions, masks, mods
 from nattn.problem import Problem
 
 nan, inf = np.nan, np.inf
@@ -55,6 +58,40 @@ def tensor(*, is_cuda: bool) -> Any:
     """Return what looks like a subclass of torch.Tensor, without torch."""
     parent = type("Tensor", (), {"__module__": "torch"})
     return type("Parameter", (parent,), {"__module__": "elsewhere", "is_cuda": is_cuda})()
+
+
+def plus(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, x: Any) -> Any:
+    return score + x
+
+
+def every_second(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx % 2 == 0
+
+
+def flexible(*args: Any) -> Any:
+    return args[0]
+
+
+class Callable_:
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score
+
+
+def capturing() -> Callable[..., Any]:
+    captured = np.zeros(3)
+
+    def captures(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + captured[kv_idx]
+
+    return captures
+
+
+def blocks(B: int = B, H: int = Hq, Nq: int = Nq, Nk: int = Nk, q_offset: Any = 2) -> masks.Blocks:
+    """Make a map of one mixed block for sizes and offsets that may not fit."""
+    tree = functions.resolve("mask_mod", every_second, functions.MASK_MOD)
+    kinds = np.full((B, H, 1, 1), masks.MIXED, np.uint8)
+    offset = np.broadcast_to(np.int64(q_offset), (B,))
+    return masks.Blocks(tree, B, H, Nq, Nk, offset, 128, kinds)
 
 
 whole = np.zeros((B, Hq, Nq, 2 * Dv), np.float32)
@@ -232,6 +269,209 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["bias", "bfloat16"],
     ),
     "bias with a row more": ({"bias": zeros(6, 7)}, ValueError, ["bias", "(2, 4, 5, 7)", "(6, 7)"]),
+    # softcap, slopes, sinks
+    "softcap negative": ({"softcap": -1.0}, ValueError, ["softcap", "positive", "-1.0"]),
+    "softcap NaN": ({"softcap": nan}, ValueError, ["softcap", "finite", "nan"]),
+    "softcap inf": ({"softcap": inf}, ValueError, ["softcap", "finite", "inf"]),
+    "softcap too large for float32": ({"softcap": 1e39}, ValueError, ["softcap", "1e+39"]),
+    "softcap too small for float32": ({"softcap": 1e-60}, ValueError, ["softcap", "1e-60"]),
+    "softcap is a string": ({"softcap": "1"}, TypeError, ["softcap", "'1'"]),
+    "softcap is a bool": ({"softcap": True}, TypeError, ["softcap", "True"]),
+    "softcap is an array": ({"softcap": np.ones(1)}, TypeError, ["softcap", "shape (1,)"]),
+    "slopes for key heads": (
+        {"alibi_slopes": np.ones(2)},
+        ValueError,
+        ["alibi_slopes", "(Hq,) = (4,)", "(B, Hq) = (2, 4)", "(2,)"],
+    ),
+    "slopes transposed": (
+        {"alibi_slopes": np.ones((4, 2))},
+        ValueError,
+        ["alibi_slopes", "(4, 2)"],
+    ),
+    "slopes to be broadcast": (
+        {"alibi_slopes": np.ones((1, 4))},
+        ValueError,
+        ["alibi_slopes", "(2, 4)", "(1, 4)"],
+    ),
+    "slopes are a number": ({"alibi_slopes": 0.5}, ValueError, ["alibi_slopes", "()"]),
+    "slopes are bools": ({"alibi_slopes": [True] * 4}, TypeError, ["alibi_slopes", "bool"]),
+    "slopes are complex": ({"alibi_slopes": [1j] * 4}, TypeError, ["alibi_slopes", "complex128"]),
+    "slopes of bfloat16": (
+        {"alibi_slopes": zeros(4, dtype=ml_dtypes.bfloat16)},
+        NotImplementedError,
+        ["alibi_slopes", "bfloat16"],
+    ),
+    "a slope is NaN": ({"alibi_slopes": [0, 1, nan, 2]}, ValueError, ["alibi_slopes", "nan"]),
+    "a slope is too large": (
+        {"alibi_slopes": [0.0, 1e300, 0.0, 0.0]},
+        ValueError,
+        ["alibi_slopes", "finite in float32", "1e+300"],
+    ),
+    "slopes as a torch tensor": (
+        {"alibi_slopes": tensor(is_cuda=False)},
+        TypeError,
+        ["alibi_slopes", ".numpy()"],
+    ),
+    "sinks for key heads": ({"sinks": [0.0, 1.0]}, ValueError, ["sinks", "(4,)", "(2,)"]),
+    "sinks for each item": ({"sinks": np.ones((2, 4))}, ValueError, ["sinks", "(4,)", "(2, 4)"]),
+    "sinks are a number": ({"sinks": 1.0}, ValueError, ["sinks", "(4,)", "()"]),
+    "sinks are bools": ({"sinks": np.ones(4, bool)}, TypeError, ["sinks", "bool"]),
+    "sinks are complex": ({"sinks": np.ones(4, "c8")}, TypeError, ["sinks", "complex64"]),
+    "sinks of bfloat16": (
+        {"sinks": zeros(4, dtype=ml_dtypes.bfloat16)},
+        NotImplementedError,
+        ["sinks", "bfloat16"],
+    ),
+    "sinks are strings": ({"sinks": ["a"] * 4}, TypeError, ["sinks", "<U1"]),
+    "sinks are masked": ({"sinks": np.ma.ones(4)}, TypeError, ["sinks", "masked array"]),
+    # functions
+    "score_mod is a number": ({"score_mod": 1.0}, TypeError, ["score_mod", "function", "1.0"]),
+    "score_mod is an array": ({"score_mod": zeros(5, 7)}, TypeError, ["score_mod", "(5, 7)"]),
+    "score_mod is a ufunc": ({"score_mod": np.tanh}, TypeError, ["score_mod", "tanh"]),
+    "score_mod is an object": ({"score_mod": Callable_()}, TypeError, ["score_mod", "Callable_"]),
+    "score_mod has too few parameters": (
+        {"score_mod": every_second},
+        TypeError,
+        ["score_mod", "score_mod(score, b, h, q_idx, kv_idx)", "every_second(b"],
+    ),
+    "score_mod has *args": ({"score_mod": flexible}, TypeError, ["score_mod", "*args"]),
+    "score_mod has a parameter left": (
+        {"score_mod": plus},
+        TypeError,
+        ["score_mod", "x to be bound", "functools.partial(plus, x=...)"],
+    ),
+    "score_mod is bound to what it has not": (
+        {"score_mod": functools.partial(plus, x=1, y=2)},
+        TypeError,
+        ["score_mod", "y"],
+    ),
+    "score_mod is bound to a string": (
+        {"score_mod": functools.partial(plus, x="1")},
+        TypeError,
+        ["score_mod", "x of plus", "'1'"],
+    ),
+    "score_mod is bound to None": (
+        {"score_mod": functools.partial(plus, x=None)},
+        TypeError,
+        ["score_mod", "x of plus", "None"],
+    ),
+    "score_mod is bound to a list": (
+        {"score_mod": functools.partial(plus, x=[1.0])},
+        TypeError,
+        ["score_mod", "x of plus", "[1.0]"],
+    ),
+    "score_mod is bound to complex numbers": (
+        {"score_mod": functools.partial(plus, x=np.ones(3, complex))},
+        TypeError,
+        ["score_mod", "x of plus", "complex128"],
+    ),
+    "score_mod is bound to a huge int": (
+        {"score_mod": functools.partial(plus, x=2**64)},
+        TypeError,
+        ["score_mod", "x of plus", "64 bits"],
+    ),
+    "score_mod is bound to a function": (
+        {"score_mod": functools.partial(plus, x=np.tanh)},
+        TypeError,
+        ["score_mod", "x of plus"],
+    ),
+    "score_mod captures an array": (
+        {"score_mod": capturing()},
+        TypeError,
+        ["score_mod", "functools.partial", "captured"],
+    ),
+    "a part of a composition has a parameter left": (
+        {"score_mod": mods.compose(functools.partial(plus, x=1.0), plus)},
+        TypeError,
+        ["score_mod", "x to be bound"],
+    ),
+    "mask_mod is a mask": (
+        {"mask_mod": np.ones((5, 7), bool)},
+        TypeError,
+        ["mask_mod", "function", "(5, 7)"],
+    ),
+    "mask_mod is a score_mod": (
+        {"mask_mod": functools.partial(plus, x=1.0)},
+        TypeError,
+        ["mask_mod", "mask_mod(b, h, q_idx, kv_idx)", "plus(score"],
+    ),
+    "a part of a mask has a parameter left": (
+        {"mask_mod": masks.causal & masks.document},
+        TypeError,
+        ["mask_mod", "doc to be bound"],
+    ),
+    "block_mask is a mask_mod": (
+        {"block_mask": masks.causal},
+        TypeError,
+        ["block_mask", "BlockMask", "Mask causal"],
+    ),
+    "block_mask is an array": (
+        {"block_mask": np.ones((2, 4, 1, 1), bool)},
+        TypeError,
+        ["block_mask", "BlockMask.from_mask_mod", "(2, 4, 1, 1)"],
+    ),
+    "mask_mod beside a block_mask": (
+        {"block_mask": blocks(), "mask_mod": masks.causal},
+        ValueError,
+        ["mask_mod", "block_mask", "join masks with &"],
+    ),
+    "block_mask for another batch": (
+        {"block_mask": blocks(B=3)},
+        ValueError,
+        ["block_mask", "(2, 4, 5, 7)", "(3, 4, 5, 7)"],
+    ),
+    "block_mask for key heads": (
+        {"block_mask": blocks(H=2)},
+        ValueError,
+        ["block_mask", "(2, 4, 5, 7)", "(2, 2, 5, 7)"],
+    ),
+    "block_mask for other queries": (
+        {"block_mask": blocks(Nq=6)},
+        ValueError,
+        ["block_mask", "(2, 4, 5, 7)", "(2, 4, 6, 7)"],
+    ),
+    "block_mask for other keys": (
+        {"block_mask": blocks(Nk=8)},
+        ValueError,
+        ["block_mask", "(2, 4, 5, 7)", "(2, 4, 5, 8)"],
+    ),
+    "block_mask for another offset": (
+        {"block_mask": blocks(q_offset=0)},
+        ValueError,
+        ["block_mask", "q_offset=[2, 2]", "[0, 0]", "BlockMask.from_mask_mod"],
+    ),
+    "block_mask for the offset of one item": (
+        {"block_mask": blocks(B=1), "q_offset": [2, 3]},
+        ValueError,
+        ["block_mask", "q_offset=[2, 3]", "[2]"],
+    ),
+    "lengths move the offset away from that of block_mask": (
+        {"block_mask": blocks(), "kv_lens": [7, 4]},
+        ValueError,
+        ["block_mask", "q_offset=[2, -1]", "kv_len - q_len"],
+    ),
+    # dropout
+    "dropout_p is 1": ({"dropout_p": 1.0, "seed": 1}, ValueError, ["dropout_p", "p < 1", "1.0"]),
+    "dropout_p rounds to 1": (
+        {"dropout_p": Fraction(2**80 - 1, 2**80), "seed": 1},
+        ValueError,
+        ["dropout_p", "p < 1", "Fraction"],
+    ),
+    "dropout_p negative": (
+        {"dropout_p": -0.1, "seed": 1},
+        ValueError,
+        ["dropout_p", "0 <=", "-0.1"],
+    ),
+    "dropout_p NaN": ({"dropout_p": nan, "seed": 1}, ValueError, ["dropout_p", "nan"]),
+    "dropout_p is a string": ({"dropout_p": "0.1", "seed": 1}, TypeError, ["dropout_p", "'0.1'"]),
+    "dropout_p is a bool": ({"dropout_p": False}, TypeError, ["dropout_p", "False"]),
+    "dropout_p is None": ({"dropout_p": None}, TypeError, ["dropout_p", "None"]),
+    "no seed": ({"dropout_p": 0.1}, TypeError, ["seed", "integer", "dropout_p=0.1", "None"]),
+    "seed negative": ({"dropout_p": 0.1, "seed": -1}, ValueError, ["seed", "2**64 - 1", "-1"]),
+    "seed too large": ({"dropout_p": 0.1, "seed": 2**64}, ValueError, ["seed", "2**64 - 1"]),
+    "seed is a float": ({"dropout_p": 0.1, "seed": 1.0}, TypeError, ["seed", "integer", "1.0"]),
+    "seed is a bool": ({"dropout_p": 0.1, "seed": True}, TypeError, ["seed", "integer", "True"]),
+    "seed without dropout": ({"seed": "7"}, TypeError, ["seed", "integer", "'7'"]),
     # out
     "out of another shape": (
         {"out": zeros(2, 4, 5, 8)},
@@ -313,6 +553,29 @@ def test_out_that_overlaps_an_input(name: str, kind: str) -> None:
         mine = memoryview(mine)
     arguments[name] = mine
     with pytest.raises(ValueError, match=f"^out: expected memory.* got .*overlaps {name}$"):
+        nattn.attention(**arguments, out=out)
+
+
+@pytest.mark.parametrize(
+    ("argument", "label"),
+    [
+        ("alibi_slopes", "alibi_slopes"),
+        ("sinks", "sinks"),
+        ("score_mod", "x of score_mod"),
+        ("mask_mod", "doc of mask_mod"),
+        ("mask_mod in a combination", "doc of mask_mod"),
+    ],
+)
+def test_out_that_overlaps_what_modifiers_read(argument: str, label: str) -> None:
+    out = zeros(2, 4, 7, 8)
+    arguments: dict[str, Any] = {x: zeros(2, 4, 7, 8) for x in ("q", "k", "v")}
+    same = functools.partial(masks.document, doc=out[0, 0, 0].view("i4"))
+    arguments[argument.split()[0]] = {
+        "score_mod": functools.partial(plus, x=out[0, 0, 0]),
+        "mask_mod": same,
+        "mask_mod in a combination": nattn.mask(every_second) | ~nattn.mask(same),
+    }.get(argument, out[0, 0, 0, :4])
+    with pytest.raises(ValueError, match=f"^out: expected memory.* got .*overlaps {label}"):
         nattn.attention(**arguments, out=out)
 
 
@@ -453,6 +716,91 @@ def test_scale_in_float64() -> None:
 def test_scale_that_underflows_raises_nothing() -> None:
     with np.errstate(all="raise"):
         assert Problem.build(**base(), scale=1e-60).scale == 0.0
+
+
+@pytest.mark.parametrize("value", SCALES, ids=lambda value: type(value).__name__)
+def test_softcap_is_rounded_to_the_compute_dtype(value: Any) -> None:
+    (capped,) = Problem.build(**base(), softcap=value).score_mods
+    assert isinstance(capped, functions.Bound)
+    assert capped.function is mods.softcap
+    assert capped.values == (float(np.float32(0.1)),)
+
+
+@pytest.mark.parametrize("off", [None, 0, 0.0, -0.0, np.float32(0), np.array(0)])
+def test_softcap_is_off(off: Any) -> None:
+    assert Problem.build(**base(), softcap=off).score_mods == ()
+
+
+def test_the_order_of_modifiers() -> None:
+    user = mods.compose(functools.partial(plus, x=1), functools.partial(plus, x=2))
+    p = Problem.build(**base(), alibi_slopes=[0, 1, 2, 3], score_mod=user, softcap=4)
+    capped, mine, alibi = p.score_mods
+    assert isinstance(capped, functions.Bound)
+    assert isinstance(mine, functions.Combination)
+    assert isinstance(alibi, functions.Bound)
+    assert [capped.function, alibi.function] == [mods.softcap, mods.alibi]
+    assert [part.values for part in mine.parts] == [(1,), (2,)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", ">f4", "i1", "u8", ">i2"])
+def test_slopes_and_sinks_of_any_dtype(dtype: str) -> None:
+    x = np.arange(8).astype(dtype)[::2]
+    p = Problem.build(**base(), alibi_slopes=x, sinks=x)
+    assert isinstance(p.score_mods[0], functions.Bound)
+    (slopes,) = p.score_mods[0].values
+    assert isinstance(slopes, np.ndarray)
+    assert slopes.dtype == np.dtype(dtype).newbyteorder("=")
+    assert slopes.dtype.isnative
+    assert slopes.tolist() == [[0, 2, 4, 6]] * 2
+    assert p.sinks is not None
+    assert p.sinks.dtype == np.dtype("f4")
+    assert p.sinks.dtype.isnative
+    assert p.sinks.flags.c_contiguous
+    assert not np.shares_memory(p.sinks, x)
+    assert p.sinks.tolist() == [0, 2, 4, 6]
+
+
+def test_sinks_are_rounded_as_a_bias_is() -> None:
+    with np.errstate(all="raise"):
+        sinks = Problem.build(**base(), sinks=[0.1, -1e300, 1e300, nan]).sinks
+    assert sinks is not None
+    np.testing.assert_array_equal(sinks, np.array([0.1, -inf, inf, nan], "f4"))
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1, np.int8(5), np.uint64(2**63), np.array(5)])
+def test_seed(seed: Any) -> None:
+    p = Problem.build(**base(), dropout_p=np.float32(0.5), seed=seed)
+    assert (type(p.seed), p.seed) == (int, int(seed))
+    assert (type(p.dropout_p), p.dropout_p) == (float, 0.5)
+
+
+@pytest.mark.parametrize("p", [0, 0.0, -0.0, np.float32(0)])
+def test_no_dropout(p: Any) -> None:
+    problem = Problem.build(**base(), dropout_p=p)
+    assert (str(problem.dropout_p), problem.seed) == ("0.0", 0)
+
+
+def test_mask_mod_comes_from_block_mask() -> None:
+    given = blocks()
+    p = Problem.build(**base(), block_mask=given)
+    assert p.block_mask is given
+    assert p.mask_mod is given.mask_mod
+    p = Problem.build(**base(), mask_mod=every_second)
+    assert p.block_mask is None
+    assert isinstance(p.mask_mod, functions.Bound)
+    assert p.mask_mod.function is every_second
+
+
+@pytest.mark.parametrize("given", [blocks(B=1), blocks(H=1), blocks(B=1, H=1), blocks()])
+def test_block_mask_is_broadcast(given: masks.Blocks) -> None:
+    assert Problem.build(**base(), block_mask=given).block_mask is given
+
+
+def test_block_mask_for_the_offset_of_each_item() -> None:
+    given = blocks(q_offset=[5, -3])
+    assert Problem.build(**base(), block_mask=given, q_offset=[5, -3]).block_mask is given
+    far = blocks(q_offset=2**62)  # farther than any array reaches: clamped, and so is the call's
+    assert Problem.build(**base(), block_mask=far, q_offset=2**62).block_mask is far
 
 
 def test_subclasses_of_ndarray(tmp_path: Path) -> None:

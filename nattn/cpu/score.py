@@ -462,24 +462,38 @@ def _leaves(tree: Tree) -> list[Bound]:
 
 
 def _explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
-    """Say in which line of a user's function lanes cannot express what, and what to do."""
+    """Say which line of a user's function is the trouble, why, and what to do.
+
+    Numba's text holds it all: every call on the way to the line, and what each candidate said.
+    """
     text = str(error)
     plain = [
         f for leaf in _leaves(tree) for f in (leaf.function, *functions.helpers(leaf.function))
     ]
+    by_file = {f.__code__.co_filename: f.__name__ for f in plain}
     where = plain[0].__name__
-    files = {f.__code__.co_filename for f in plain}
-    for file, line in reversed(
-        re.findall(r"during: typing of \w+(?: \w+)* at (.+?) \((\d+)\)", text, re.I)
-    ):
-        if file in files:
-            where = next(f for f in plain if f.__code__.co_filename == file).__name__
+    for file, line in reversed(re.findall(r"[Dd]uring: typing of .*? at (.+?) \((\d+)\)", text)):
+        if file in by_file:
             source = linecache.getline(file, int(line)).strip()
-            where = f'{where} ("{file}", line {line})' + (f": {source}" if source else "")
+            where = f'"{file}", line {line}' + (f": {source}" if source else "")
             break
-    reasons = re.findall(r"TypingError: (.+)", text)
-    reason = reasons[-1] if reasons else text.strip().splitlines()[-1]
-    return TypeError(f"{name}: expected what SIMD lanes can express, got {where}\n{reason}")
+    ours = "|".join(("leaf", "both", "either", "composed", *by_file.values()))
+    reasons = [
+        r"(?:TypingError: |nopython mode pipeline.*\n\s*)(?=\S)(?!Failed in|No implementation)(.+)",
+        r"((?:Untyped global name|Unknown attribute|NameError:|Cannot unify|Unsupported) .+)",
+        rf">>> (?!(?:{ours})\()(.+)",
+    ]
+    reason = text.strip().splitlines()[-1]
+    for pattern in reasons:
+        found = re.findall(pattern, text)
+        if found:
+            reason = found[-1] if ">>>" not in pattern else f"there is no {found[-1]}"
+            break
+    reason = re.sub(r"Lanes\((\w+) x \d+[^()]*\)", r"lanes of \1", reason)
+    return TypeError(
+        f"{name}: expected a function that SIMD lanes can express: arithmetic, comparisons, & | ~, "
+        f"np.where in place of if, and NumPy's elementwise functions; got {where}\n{reason}"
+    )
 
 
 def raise_outside(names: tuple[str, ...], troubles: int) -> None:
