@@ -14,8 +14,9 @@ Where a derivative does not exist, or floating point cannot tell it:
 - abs has the derivative 0 at 0. Maximum and minimum follow the first argument at a tie, and clip
   follows its argument at a bound.
 - 0 times anything is 0: where one factor of the chain rule is exactly 0, the other may have
-  overflowed, or be the infinite slope of a square root at 0. So a sigmoid written with exp has the
-  derivative 0 far from 0, and a gate that is shut lets no NaN out.
+  overflowed, or be the infinite slope of a square root at 0. And a product that overflows is the
+  largest number, which a later division can still make small. So a sigmoid written with exp has
+  the derivative 0 far from 0, and a gate that is shut lets no NaN out.
 - The derivative of ``x ** y`` with respect to y is 0 where x is 0.
 - A score of -inf hides its key: its derivative is 0.
 
@@ -106,11 +107,12 @@ class Tangent:
         return self + -o
 
     def __mul__(self, factor: Vector) -> Tangent:
-        """Multiply by a partial derivative; 0 times anything is 0."""
+        """Multiply by a partial derivative; 0 times anything is 0, and nothing overflows."""
         if self.vector is None:
             return self
         nothing = self.vector.cmp("==", 0.0) | factor.cmp("==", 0.0)
-        return Tangent(nothing.where(0.0, self.vector * factor))
+        product = elementary._clamp(self.vector * factor, -_largest(factor), _largest(factor))
+        return Tangent(nothing.where(0.0, product))
 
     def __truediv__(self, divisor: Vector) -> Tangent:
         """Multiply by 1 / divisor: 0 divided by anything is 0, and so is what infinity divides."""
@@ -121,6 +123,10 @@ class Tangent:
 
 
 NONE = Tangent(None)
+
+
+def _largest(x: Vector) -> float:
+    return float(np.finfo(np.float32 if isinstance(x.element, ir.FloatType) else np.float64).max)
 
 
 def _choose(condition: Vector, dx: Tangent, dy: Tangent) -> Tangent:
@@ -298,7 +304,8 @@ def functions() -> Iterator[tuple[Any, int, bool]]:
     Those that give floats need a rule.
     """
     some = Lanes(types.float32, 8)
-    for table, arity in ((lanes.UNARY, 1), (lanes.BINARY, 2), (lanes.COMPARISON, 2)):
+    tables = (lanes.UNARY, 1), (lanes.BINARY, 2), (lanes.COMPARISON, 2), (lanes.TERNARY, 3)
+    for table, arity in tables:
         for function, operation in table.items():
             found = operation.types((some,) * arity)
             if found is not None:
@@ -315,6 +322,25 @@ for _function, _arity, _real in functions():
     _inplace = getattr(operator, f"i{_name}", None) if _arity == 2 else None
     if _inplace is not None:
         _define(_inplace, _arity, _rule)
+
+
+def _define_conversion(number: Any) -> None:
+    """Teach Numba ``np.float32(dual)``: it is of the kernel's own float type, as every float."""
+
+    def generic(self: Any, args: Any, kws: Any) -> Any:
+        return signature(args[0], *args) if len(args) == 1 and isinstance(args[0], Dual) else None
+
+    members = {"key": types.NumberClass(number), "generic": generic}
+    infer(type(f"Dual_{number}", (AbstractTemplate,), members))
+
+
+@lower_builtin(types.NumberClass, Dual)
+def _convert(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    return args[0]
+
+
+_define_conversion(types.float32)
+_define_conversion(types.float64)
 
 
 def _refuse_condition(context: Any, *args: Any) -> None:

@@ -421,12 +421,15 @@ class Operation:
     limit : callable, optional
         The bound of an integer result, from the bounds of the arguments. If it does not fit
         32 bits the arguments meet in 64. Without it the result is as large as its type.
+    selects : bool
+        The result is one of the arguments: what they fit, it fits.
     """
 
     emit: Callable[..., Vector]
     meet: Typer
     result: Any = None
     limit: Limit | None = None
+    selects: bool = False
 
     def types(self, args: tuple[Any, ...]) -> tuple[Lanes, Lanes] | None:
         """Return the type in which arguments meet and that of the result; None if none."""
@@ -438,7 +441,8 @@ class Operation:
         if to.dtype != types.int32 or self.limit is None:
             return to, to.of(to.dtype)
         bound = self.limit(*map(_bound, args))
-        to = to.of(types.int32, bound) if bound < _INT32 else to.of(types.int64)
+        fits = bound < _INT32 + self.selects
+        to = to.of(types.int32, bound) if fits else to.of(types.int64)
         return to, to
 
 
@@ -499,10 +503,9 @@ def _bits(*args: Any) -> Lanes | None:
     return None if to is None or isinstance(to.dtype, types.Float) else to
 
 
-def _truth(*args: Any) -> Lanes | None:
-    """Meet as booleans: what is not 0 is true."""
-    to = _common(args)
-    return None if to is None or to.dtype != types.boolean else to
+def _any(*args: Any) -> Lanes | None:
+    """Meet as whatever it is: booleans, integers or floats."""
+    return _common(args)
 
 
 def _largest(*bounds: int) -> int:
@@ -574,22 +577,32 @@ def _shift_right(x: Vector, y: Vector) -> Vector:
     return x >> (y.cmp(">=", 0) & y.cmp("<", 64)).where(y, 63)
 
 
+def _is_true(x: Vector) -> Vector:
+    return x.cmp("!=", 0) if x.is_float or x.element.width > 1 else x
+
+
+def _clip(x: Vector, lo: Vector, hi: Vector) -> Vector:
+    return elementary.minimum(elementary.maximum(x, lo), hi)
+
+
 BINARY: dict[Any, Operation] = {
     operator.add: Operation(operator.add, _numeric, limit=operator.add),
     operator.sub: Operation(operator.sub, _numeric, limit=operator.add),
     operator.mul: Operation(operator.mul, _numeric, limit=operator.mul),
     operator.truediv: Operation(operator.truediv, _real),
     operator.floordiv: Operation(elementary.floor_divide, _numeric, limit=lambda x, y: x),
-    operator.mod: Operation(elementary.remainder, _numeric, limit=lambda x, y: y),
+    operator.mod: Operation(elementary.remainder, _numeric, limit=lambda x, y: max(y - 1, 0)),
     operator.and_: Operation(operator.and_, _bits),
     operator.or_: Operation(operator.or_, _bits),
     operator.xor: Operation(operator.xor, _bits),
     operator.lshift: Operation(_shift_left, _integers),
     operator.rshift: Operation(_shift_right, _integers),
-    np.minimum: Operation(elementary.minimum, _numeric, limit=_largest),
-    np.maximum: Operation(elementary.maximum, _numeric, limit=_largest),
-    min: Operation(elementary.python_min, _numeric, limit=_largest),
-    max: Operation(elementary.python_max, _numeric, limit=_largest),
+    np.logical_and: Operation(lambda x, y: _is_true(x) & _is_true(y), _any, types.boolean),
+    np.logical_or: Operation(lambda x, y: _is_true(x) | _is_true(y), _any, types.boolean),
+    np.minimum: Operation(elementary.minimum, _numeric, limit=_largest, selects=True),
+    np.maximum: Operation(elementary.maximum, _numeric, limit=_largest, selects=True),
+    min: Operation(elementary.python_min, _numeric, limit=_largest, selects=True),
+    max: Operation(elementary.python_max, _numeric, limit=_largest, selects=True),
 }
 """What takes two arguments."""
 
@@ -607,6 +620,7 @@ UNARY: dict[Any, Operation] = {
     operator.neg: Operation(operator.neg, _numeric, limit=_largest),
     operator.pos: Operation(lambda x: x, _numeric, limit=_largest),
     operator.invert: Operation(operator.invert, _bits),
+    np.logical_not: Operation(lambda x: ~_is_true(x), _any, types.boolean),
     abs: Operation(Vector.abs, _numeric, limit=_largest),
     np.abs: Operation(Vector.abs, _numeric, limit=_largest),
     np.sqrt: Operation(_sqrt, _real),
@@ -621,6 +635,11 @@ UNARY: dict[Any, Operation] = {
 }
 """What takes one argument."""
 
+TERNARY: dict[Any, Operation] = {
+    np.clip: Operation(_clip, _numeric, limit=_largest, selects=True),
+}
+"""What takes three arguments; `np.where` is on its own."""
+
 for _op, _operation in BINARY.items():
     _define(_op, _operation, 2)
     _inplace = getattr(operator, f"i{_op.__name__.strip('_')}", None)
@@ -630,6 +649,31 @@ for _op, _operation in COMPARISON.items():
     _define(_op, _operation, 2, _compare_narrow)
 for _op, _operation in UNARY.items():
     _define(_op, _operation, 1)
+for _op, _operation in TERNARY.items():
+    _define(_op, _operation, 3)
+
+
+def _define_conversion(number: Any) -> None:
+    """Teach Numba ``np.float32(lanes)`` or ``np.float64(lanes)``.
+
+    Either way the result has the kernel's own float type, as has every float.
+    """
+
+    def typer(x: Any) -> Any:
+        return x.of(x.real) if isinstance(x, Lanes) else None
+
+    members = {"key": types.NumberClass(number), "generic": lambda self: typer}
+    infer(type(f"Lanes_{number}", (CallableTemplate,), members))
+
+
+@lower_builtin(types.NumberClass, Lanes)
+def _convert(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    to = sig.return_type
+    return _operand(context, b, args[0], sig.args[0], to).value
+
+
+_define_conversion(types.float32)
+_define_conversion(types.float64)
 
 
 @typed(np.where)

@@ -103,7 +103,7 @@ def steps(x: Any, y: Any, u: Any, v: Any, c: Any, o: Any, s: Any, k: Any) -> Any
 def smooth(x: Any, y: Any, u: Any, v: Any, c: Any, o: Any, s: Any, k: Any) -> Any:
     return (
         *(np.exp(x), np.exp2(x), np.tanh(x), np.log(u), np.sqrt(u)),
-        *(abs(x), np.abs(x)),
+        *(abs(x), np.abs(x), np.float32(x) + np.float64(y)),
     )
 
 
@@ -114,6 +114,7 @@ def selection(x: Any, y: Any, u: Any, v: Any, c: Any, o: Any, s: Any, k: Any) ->
         *(np.minimum(o, x), np.maximum(x, o), np.minimum(x, s), np.maximum(k, x)),
         *(np.where(x < y, x, y), np.where(x > s, c, x), np.where(c > o, x, k)),
         *(np.where(o > s, y, x), np.where(c < k, o, x), np.where(x >= y, s, y * x)),
+        *(np.clip(x, -1, 1), np.clip(x, s, y), np.clip(c, x, y), np.clip(y, o, x)),
     )
 
 
@@ -121,6 +122,7 @@ def plain(x: Any, y: Any, u: Any, v: Any, c: Any, o: Any, s: Any, k: Any) -> Any
     return (
         *(x < y, x <= y, x > y, x >= y, x == y, x != y, x < c, o >= x, x > s, k != x, x == 1),
         *((x > 0) & (y < 1), (x > 0) | (y < 1), ~(x < c)),
+        *(np.logical_and(x, y < 1), np.logical_or(c > o, x), np.logical_not(x)),
     )
 
 
@@ -376,7 +378,7 @@ def test_every_width_computes_the_same_bits(dtype: str) -> None:
 
 inf, nan = math.inf, math.nan
 
-EDGES: list[tuple[Callable[..., Any], str, dict[str, float], float]] = [
+EDGES: list[tuple[Callable[..., Any], str, dict[str, float], float | str]] = [
     # |x|' = 0 at 0
     (smooth, "abs(x)", {"x": 0.0, "dx": 3}, 0),
     (smooth, "abs(x)", {"x": -0.0, "dx": 3}, 0),
@@ -392,6 +394,12 @@ EDGES: list[tuple[Callable[..., Any], str, dict[str, float], float]] = [
     (selection, "max(c, x)", {"x": 1, "dx": 2, "c": 1}, 0),
     (selection, "np.minimum(x, c)", {"x": 1, "dx": 2, "c": 1}, 2),
     (selection, "min(x, c)", {"x": 1, "dx": 2, "c": 1}, 2),
+    (selection, "np.clip(x, -1, 1)", {"x": 1, "dx": 2}, 2),
+    (selection, "np.clip(x, -1, 1)", {"x": -1, "dx": 2}, 2),
+    (selection, "np.clip(x, -1, 1)", {"x": 1.5, "dx": nan}, 0),
+    (selection, "np.clip(x, -1, 1)", {"x": nan, "dx": 2}, 2),
+    (selection, "np.clip(x, s, y)", {"x": 3, "dx": 2, "y": 3, "dy": 5}, 2),
+    (selection, "np.clip(x, s, y)", {"x": 4, "dx": 2, "y": 3, "dy": 5}, 5),
     # the argument that is the result, where there is a NaN
     (selection, "np.maximum(x, y)", {"x": nan, "dx": 2, "y": 1, "dy": 3}, 2),
     (selection, "np.maximum(x, y)", {"x": 1, "dx": 2, "y": nan, "dy": 3}, 3),
@@ -413,7 +421,8 @@ EDGES: list[tuple[Callable[..., Any], str, dict[str, float], float]] = [
     (smooth, "np.log(u)", {"u": inf, "du": inf}, 0),
     (smooth, "np.exp(x)", {"x": -inf, "dx": 1}, 0),
     (smooth, "np.exp(x)", {"x": -1e4, "dx": inf}, 0),
-    (smooth, "np.exp(x)", {"x": 1e4, "dx": -1}, -inf),
+    (smooth, "np.exp(x)", {"x": 1e4, "dx": -1}, "-max"),
+    (arithmetic, "x * s", {"x": 1e-9, "dx": inf}, "max"),
     (smooth, "np.exp(x)", {"x": 1e4, "dx": 0}, 0),
     (smooth, "np.exp2(x)", {"x": -1e5, "dx": -inf}, 0),
     (smooth, "np.tanh(x)", {"x": 0, "dx": 1}, 1),
@@ -436,12 +445,13 @@ EDGES: list[tuple[Callable[..., Any], str, dict[str, float], float]] = [
     (steps, "x % y", {"x": 3, "dx": 1, "y": inf, "dy": 1}, 1),
     (steps, "c % x", {"x": 2, "dx": 10, "c": 7}, -30),
 ]
-"""Group, label, operands (1 where not given) and the tangent."""
+"""Group, label, operands (1 where not given) and the tangent; "max" is the largest number."""
 
 
 @dtype_of_each_kind
 def test_edges(dtype: str) -> None:
     tile = Tile(dtype, 8 if dtype == "float32" else 4, 1, 1)
+    most = float(np.finfo(dtype).max)
     for group in GROUPS:
         cases = [case[1:] for case in EDGES if case[0] is group]
         if not cases:
@@ -451,6 +461,8 @@ def test_edges(dtype: str) -> None:
         assert_same(got.values, on_lanes.values)
         for n, (label, given, wanted) in enumerate(cases):
             slope = got.tangents[labels(group).index(label), n]
+            if isinstance(wanted, str):
+                wanted = {"max": most, "-max": -most}[wanted]
             np.testing.assert_allclose(
                 slope, wanted, rtol=4 * np.finfo(dtype).eps, err_msg=f"{label} at {given}"
             )
@@ -637,15 +649,17 @@ def derivatives(tile: Tile, name: str) -> Array:
     """Return the derivatives of a modifier at `scores`, keys first."""
     tree = functions.resolve(name, modifiers()[name], functions.SCORE_MOD)
     evaluate, _ = evaluator(tree)
-    W, size, item, head = tile.W, tile.itemsize, *ITEM
+    W, size, Nq, Nk = tile.W, tile.itemsize, SIZES.Nq, SIZES.Nk
+    item, head = ITEM
 
     def run(params: int, rows: int, scores: int, out: int) -> None:
         outside = lanes.new_outside(tile)
-        b, h = lanes.uniform_index(tile, "int32", item), lanes.uniform_index(tile, "int32", head)
-        for n in range(SIZES.Nk):
+        b = lanes.uniform_index(tile, "int32", item)
+        h = lanes.uniform_index(tile, "int32", head)
+        for n in range(Nk):
             j = lanes.uniform_index(tile, "int32", n)
-            for i in range(0, SIZES.Nq, W):
-                at = (n * SIZES.Nq + i) * size
+            for i in range(0, Nq, W):
+                at = (n * Nq + i) * size
                 q_idx = lanes.load_index(tile, "int32", rows + 8 * i, 0)
                 x = seed(lanes.load(tile, scores + at))
                 r = dual.as_dual(tile, evaluate(tile, params, outside, (x, b, h, q_idx, j)))
@@ -670,33 +684,37 @@ ROUNDINGS = 64
 """In the longest of the functions and its rules, elementary functions with up to 4 ulp included."""
 
 
-@dtype_of_each_kind
-def test_derivatives_of_modifiers(dtype: str) -> None:
-    """Against differences; in float64 those of the registry that are not built in are left out."""
+def cases() -> list[Any]:
+    """Yield dtypes and modifiers; float64 without those of the registry that are not built in."""
+    mine = [*USERS, *(name for name in registry.MODS if name.split(",")[0] in built_in())]
+    every = [*registry.MODS, *USERS]
+    return [("float32", name) for name in every] + [("float64", name) for name in mine]
+
+
+@pytest.mark.parametrize(("dtype", "name"), cases())
+def test_derivatives_of_modifiers(dtype: str, name: str) -> None:
     tile = Tile(dtype, 8 if dtype == "float32" else 4, 1, 1)
     eps, step = float(np.finfo(dtype).eps), WIDE(RATIO / 32)
-    x = scores(dtype).astype(WIDE)
+    x, mod = scores(dtype).astype(WIDE), modifiers()[name]
     positions = np.arange(SIZES.Nq)[:, None], np.arange(SIZES.Nk)
-    for name, mod in modifiers().items():
-        if dtype == "float64" and name not in USERS and name.split(",")[0] not in built_in():
-            continue
-        with np.errstate(all="ignore"):
-            def f(t: Any, mod: Any = mod) -> Array:
-                return np.broadcast_to(mod(x + t, *ITEM, *positions), x.shape)
 
-            hidden = f(0) == -inf
-            exact = np.where(hidden, 0, difference(f, step))
-            bend = np.where(hidden, 0, (f(step) - 2 * f(0) + f(-step)) / step**2)
-        # An error of an intermediate value moves the derivative as an error of the score does, or
-        # is one of a factor. The differences: functions change over 1/32 as others over 1.
-        largest = abs(exact).max()
-        allowed = ROUNDINGS * eps * (abs(exact) + abs(x * bend) + largest)
-        allowed += 100 * RATIO**6 * largest + 2 * np.finfo(WIDE).eps / step * abs(f(0))
-        got = derivatives(tile, name)
-        bad = abs(got - exact) > np.where(hidden, 0, allowed)
-        bad |= np.isnan(got)
-        at = np.unravel_index(bad.argmax(), bad.shape)
-        assert not bad.any(), (
-            f"{name} at the score {x[at]}, q_idx, kv_idx = {at}: {got[at]!r}, and by differences "
-            f"{exact[at]!r}, within {allowed[at]}"
-        )
+    def f(t: Any) -> Array:
+        return np.broadcast_to(mod(x + t, *ITEM, *positions), x.shape)
+
+    with np.errstate(all="ignore"):
+        hidden = f(0) == -inf
+        exact = np.where(hidden, 0, difference(f, step))
+        bend = np.where(hidden, 0, (f(step) - 2 * f(0) + f(-step)) / step**2)
+        size = np.where(hidden, 0, abs(f(0)))
+    # An error of an intermediate value moves the derivative as an error of the score does, or is
+    # one of a factor. The differences: these functions change over 1/32 as others over 1.
+    largest = abs(exact).max()
+    allowed = ROUNDINGS * eps * (abs(exact) + abs(x * bend) + largest)
+    allowed += 100 * RATIO**6 * largest + 2 * np.finfo(WIDE).eps / step * size
+    got = derivatives(tile, name)
+    bad = ~(abs(got - exact) <= np.where(hidden, 0, allowed))
+    at = np.unravel_index(bad.argmax(), bad.shape)
+    assert not bad.any(), (
+        f"{name} at the score {x[at]}, q_idx, kv_idx = {at}: {got[at]!r}, and by differences "
+        f"{exact[at]!r}, within {allowed[at]}"
+    )

@@ -8,7 +8,7 @@ from dataclasses import fields
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -341,7 +341,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["score_mod", "x to be bound", "functools.partial(plus, x=...)"],
     ),
     "score_mod is bound to what it has not": (
-        {"score_mod": functools.partial(plus, x=1, y=2)},
+        {"score_mod": functools.partial(cast(Any, plus), x=1, y=2)},
         TypeError,
         ["score_mod", "y"],
     ),
@@ -393,7 +393,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "mask_mod is a score_mod": (
         {"mask_mod": functools.partial(plus, x=1.0)},
         TypeError,
-        ["mask_mod", "mask_mod(b, h, q_idx, kv_idx)", "plus(score"],
+        ["mask_mod", "kv_idx", "plus(score"],
     ),
     "a part of a mask has a parameter left": (
         {"mask_mod": masks.causal & masks.document},
@@ -769,7 +769,7 @@ def test_sinks_are_rounded_as_a_bias_is() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2**64 - 1, np.int8(5), np.uint64(2**63), np.array(5)])
 def test_seed(seed: Any) -> None:
-    p = Problem.build(**base(), dropout_p=np.float32(0.5), seed=seed)
+    p = Problem.build(**base(), dropout_p=cast(float, np.float32(0.5)), seed=seed)
     assert (type(p.seed), p.seed) == (int, int(seed))
     assert (type(p.dropout_p), p.dropout_p) == (float, 0.5)
 

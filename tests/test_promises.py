@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import mmap
@@ -16,10 +17,24 @@ from typing import Any
 import children
 import numpy as np
 import pytest
-from cases import Case, assert_near, check, gaussian, qkv, truth, visible_pairs
+from cases import (
+    Case,
+    assert_near,
+    check,
+    gate,
+    gaussian,
+    in_step,
+    looked_up,
+    qkv,
+    thin,
+    truth,
+    visible_pairs,
+)
 
 import nattn
+from nattn import masks
 from nattn.dtypes import error_budget
+from nattn.mods import compose, keep
 from nattn.problem import Problem
 
 nan, inf = np.nan, np.inf
@@ -56,6 +71,18 @@ HIDING: dict[str, dict[str, Any]] = {
     "mask and bias": {
         "mask": RNG.random((70, 200)) < 0.7,
         "bias": np.where(RNG.random(200) < 0.3, -inf, 1.0),
+    },
+    "mask_mod": {"mask_mod": functools.partial(in_step, step=3)},
+    "score_mod": {"score_mod": thin},
+    "everything": {
+        "mask_mod": nattn.mask(functools.partial(in_step, step=3)) & masks.causal,
+        "score_mod": compose(thin, functools.partial(gate, gain=0.75)),
+        "mask": RNG.random((70, 200)) < 0.7,
+        "softcap": 2.0,
+        "alibi_slopes": np.array([0.1, 0.3]),
+        "sinks": np.array([0.5, -0.5]),
+        "dropout_p": 0.3,
+        "seed": 4,
     },
 }
 
@@ -149,7 +176,52 @@ def test_1_a_bias_that_the_dtype_rounds_to_minus_inf_hides(backend: str) -> None
     assert np.all(np.isfinite(attend(backend, *wide, bias=np.full(40, -1e300))[1]))
 
 
+@pytest.mark.parametrize("poison", POISON)
+def test_1_the_value_of_a_dropped_key_is_not_read(backend: str, poison: float) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16, 9)
+    clean = attend(backend, q, k, v, dropout_p=0.5, seed=3)
+    for h, i in ((0, 0), (0, 47), (1, 48), (1, 69)):
+        dropped = ~keep(0, h, np.arange(70)[:, None], np.arange(200), 3, 0.5)
+        bad = v.copy()
+        bad[0, h, dropped[i]] = poison
+        out, lse = attend(backend, q, k, bad, dropout_p=0.5, seed=3)
+        np.testing.assert_array_equal(out[0, h, i], clean[0][0, h, i])
+        np.testing.assert_array_equal(lse, clean[1])
+        keeps = (dropped[i] & ~dropped).any(axis=1)
+        assert not np.isfinite(out[0, h, keeps]).any()
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("hiding", ["causal", "mask", "mask_mod"])
+def test_1_what_a_score_mod_makes_of_hidden_pairs_changes_nothing(
+    backend: str, hiding: str, poison: float
+) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    options = HIDING[hiding]
+    visible = visible_pairs(Problem.build(q, k, v, **options))[0]
+    table = np.ones((1, 200), "f4")
+
+    def got() -> tuple[np.ndarray, np.ndarray]:
+        mod = functools.partial(looked_up, table=table, gain=0.5)
+        return attend(backend, q, k, v, score_mod=mod, **options)
+
+    clean = got()
+    table[0, 150] = poison  # read for this key, and for the row that sits there
+    blind = ~visible[:, :, 150] & (np.arange(70) + 130 != 150)
+    assert blind.sum() > 30
+    assert_same_bits(got(), clean, (0, blind))
+
+
 # 2. A row that sees no key
+
+
+def rows_from(b: Any, h: Any, q_idx: Any, kv_idx: Any, first: Any) -> Any:
+    return q_idx >= first
+
+
+def hide_rows(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, first: Any) -> Any:
+    return np.where(q_idx < first, -np.inf, score)
+
 
 EMPTYING: dict[str, tuple[dict[str, Any], slice]] = {
     "mask": ({"mask": np.arange(70)[:, None] >= 30}, slice(0, 30)),
@@ -164,7 +236,35 @@ EMPTYING: dict[str, tuple[dict[str, Any], slice]] = {
         {"causal": True, "q_offset": 0, "mask": np.arange(200) >= 30},
         slice(0, 30),
     ),
+    "mask_mod": ({"mask_mod": functools.partial(rows_from, first=30), "q_offset": 0}, slice(0, 30)),
+    "score_mod": (
+        {"score_mod": functools.partial(hide_rows, first=30), "q_offset": 0},
+        slice(0, 30),
+    ),
+    "softcap, ALiBi, bias": (
+        {
+            "softcap": 2.0,
+            "alibi_slopes": [0.1, 0.2],
+            "bias": np.where(np.arange(70)[:, None] >= 30, 0, -inf),
+        },
+        slice(0, 30),
+    ),
 }
+
+
+@pytest.mark.parametrize("emptying", EMPTYING)
+def test_2_empty_rows_with_sinks(backend: str, emptying: str) -> None:
+    options, empty = EMPTYING[emptying]
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    sinks = np.array([-3.0, 300.0], "f4")
+    out, lse = check(backend, q, k, v, sinks=sinks, **options)
+    assert np.all(out[:, :, empty] == 0.0)
+    exist = np.arange(70) < options.get("q_lens", 70)
+    expected = np.where(exist, sinks[:, None], -inf)
+    np.testing.assert_array_equal(lse[0][:, empty], expected[:, empty])
+    # a sink of -inf is none
+    none = attend(backend, q, k, v, sinks=[-inf, -inf], **options)
+    assert_same_bits(none, attend(backend, q, k, v, **options))
 
 
 @pytest.mark.parametrize("emptying", EMPTYING)
@@ -184,7 +284,21 @@ def test_2_empty_rows(backend: str, emptying: str) -> None:
 # 3. NaN and Inf that are visible propagate to the rows that see them, and to no others
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, HIDING["mask"]], ids=str)
+SEEING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "mask": HIDING["mask"],
+    "modifiers": {
+        "softcap": 3.0,
+        "alibi_slopes": [0.1, 0.2],
+        "score_mod": functools.partial(gate, gain=0.75),
+        "sinks": [0.0, 1.0],
+    },
+    "mask_mod": HIDING["mask_mod"],
+}
+
+
+@pytest.mark.parametrize("options", SEEING.values(), ids=SEEING)
 @pytest.mark.parametrize("j", [0, 1, 63, 64, 128, 150, 199])
 @pytest.mark.parametrize("hidden_elements", [False, True])
 def test_3_a_visible_nan_in_a_key(
@@ -203,7 +317,7 @@ def test_3_a_visible_nan_in_a_key(
     assert_same_bits((out, lse), clean, ~sees)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, HIDING["mask"]], ids=str)
+@pytest.mark.parametrize("options", SEEING.values(), ids=SEEING)
 @pytest.mark.parametrize("value", POISON)
 @pytest.mark.parametrize("j", [0, 100, 199])
 def test_3_a_visible_value(backend: str, options: dict[str, Any], value: float, j: int) -> None:
@@ -249,6 +363,60 @@ def test_3_a_visible_score(backend: str, score: float, j: int) -> None:
     assert np.all(np.isnan(out[:, :, 11]))
     assert np.all(np.isnan(lse[:, :, 11]))
     assert_same_bits((out, lse), clean, (slice(None), slice(None), np.arange(70) != 11))
+
+
+@pytest.mark.parametrize("sink", [nan, inf])
+@pytest.mark.parametrize("Nq", [1, 70])
+def test_3_a_sink_of_nan_or_inf_shows_in_its_head(backend: str, Nq: int, sink: float) -> None:
+    q, k, v = qkv(2, 4, Nq, 200, 16)
+    k, v = k[:, :2], v[:, :2]
+    options: dict[str, Any] = {"causal": True, "q_offset": [-5, 0]}
+    clean = attend(backend, q, k, v, sinks=[1.0, 2.0, 3.0, 4.0], **options)
+    got = attend(backend, q, k, v, sinks=[1.0, sink, 3.0, 4.0], **options)
+    assert np.isnan(got[0][:, 1]).all()
+    assert np.isnan(got[1][:, 1]).all()
+    assert_same_bits(got, clean, (slice(None), [0, 2, 3]))
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+@pytest.mark.parametrize("at", [0, 75, 129, 130, 199])
+def test_3_what_a_score_mod_reads_shows(backend: str, value: float, at: int) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    table = np.ones((1, 200), "f4")
+    options: dict[str, Any] = {"causal": True}
+
+    def got() -> tuple[np.ndarray, np.ndarray]:
+        mod = functools.partial(looked_up, table=table, gain=0.5)
+        return attend(backend, q, k, v, score_mod=mod, **options)
+
+    clean = got()
+    table[0, at] = value
+    out, lse = got()
+    pos = np.arange(70) + 130
+    sees = pos >= at  # as a key, and as the row's own position
+    assert np.isnan(out[:, :, sees]).all()
+    assert np.isnan(lse[:, :, sees]).all()
+    assert_same_bits((out, lse), clean, (slice(None), slice(None), ~sees))
+
+
+def test_3_a_kept_value_shows_and_a_dropped_score_too(backend: str) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16, 9)
+    options: dict[str, Any] = {"dropout_p": 0.5, "seed": 3}
+    kept = keep(0, np.arange(2)[:, None], np.arange(70), 100, 3, 0.5)
+    clean = attend(backend, q, k, v, **options)
+    bad = v.copy()
+    bad[0, :, 100, 3] = nan
+    out, lse = attend(backend, q, k, bad, **options)
+    shows = np.zeros(out.shape, bool)
+    shows[0, :, :, 3] = kept
+    np.testing.assert_array_equal(np.isnan(out), shows)
+    np.testing.assert_array_equal(out[~shows], clean[0][~shows])
+    np.testing.assert_array_equal(lse, clean[1])
+    k[0, 1, 100] = nan
+    out, lse = attend(backend, q, k, v, **options)
+    assert np.isnan(out[:, 1]).all()
+    assert np.isnan(lse[:, 1]).all()
+    assert_same_bits((out, lse), clean, (0, 0))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
@@ -358,6 +526,100 @@ def test_4_scores_from_lowest_to_highest(backend: str) -> None:
 
 def test_5_whatever_the_number_of_threads(child: Callable[..., str]) -> None:
     child("threads_and_bits", NUMBA_NUM_THREADS="5")
+
+
+WITH_B: dict[str, Any] = {
+    "softcap": 3.0,
+    "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4]),
+    "sinks": np.array([0.0, 1.0, 2.0, -1.0]),
+    "score_mod": functools.partial(gate, gain=0.75),
+    "mask_mod": functools.partial(in_step, step=3),
+    "dropout_p": 0.3,
+    "seed": 5,
+}
+WITHOUT_B = {name: x for name, x in WITH_B.items() if name not in ("mask_mod", "dropout_p", "seed")}
+"""Modifiers, of which those that use the batch item give equal bits for item 0 alone."""
+
+
+@pytest.mark.parametrize("Nq", [2, 200])
+def test_5_modifiers_whatever_the_number_of_threads(
+    Nq: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = importlib.import_module("nattn.cpu.threads")
+    q, k, v = qkv(3, 4, Nq, 1100, 24)
+    results = []
+    for n in (1, 2, 3):
+        monkeypatch.setattr(threads, "thread_count", lambda n=n: n)
+        results.append(attend("cpu", q, k[:, :2], v[:, :2], **WITH_B))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+@pytest.mark.parametrize("Nq", [5, 90])
+@pytest.mark.parametrize("options", [{}, {"kv_lens": [140, 139, 3], "causal": True}], ids=str)
+def test_5_modifiers_whatever_the_batch_mates(
+    backend: str, options: dict[str, Any], Nq: int
+) -> None:
+    q, k, v = qkv(3, 4, Nq, 140, 24)
+    k, v = k[:, :2], v[:, :2]
+    for more, items in ((WITH_B, [0]), (WITHOUT_B, [0, 1, 2])):
+        together = attend(backend, q, k, v, **options, **more)
+        for b in items:
+            alone = {n: x[b : b + 1] if n == "kv_lens" else x for n, x in options.items()}
+            item = slice(b, b + 1)
+            got = attend(backend, q[item], k[item], v[item], **alone, **more)
+            assert_same_bits(got, [x[item] for x in together])
+
+
+@pytest.mark.parametrize("q_len", [1, 8, 30])
+def test_5_modifiers_whatever_the_padding(backend: str, q_len: int) -> None:
+    q, k, v = qkv(2, 4, 200, 700, 24)
+    k, v = k[:, :2], v[:, :2]
+    lens = {"q_lens": [q_len, 200], "kv_lens": [650, 700]}
+    padded = attend(backend, q, k, v, causal=True, **WITH_B, **lens)
+    cut = q[:1, :, :q_len], k[:1, :, :650], v[:1, :, :650]
+    got = attend(backend, *cut, causal=True, **WITH_B)
+    assert_same_bits(got, [x[:1, :, :q_len] for x in padded])
+
+
+def test_5_modifiers_whatever_the_strides_of_what_they_read(backend: str) -> None:
+    q, k, v = qkv(2, 2, 40, 90, 8)
+    table = gaussian(2, 90)
+    spread = np.full((2, 270), nan, "f4")
+    spread[:, ::3] = table
+    unaligned = np.zeros(table.nbytes + 1, "u1")[1:].view("f4").reshape(table.shape)
+    unaligned[...] = table
+    read_only = table.copy()
+    read_only.flags.writeable = False
+    views = [
+        np.asfortranarray(table),
+        np.ascontiguousarray(table[::-1, ::-1])[::-1, ::-1],
+        spread[:, ::3],
+        unaligned,
+        read_only,
+        table.astype(">f4"),
+    ]
+    doc = np.arange(180)[::2] // 25
+
+    def got(x: np.ndarray, doc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        before = x.copy()
+        result = attend(
+            backend,
+            *(q, k, v),
+            score_mod=functools.partial(looked_up, table=x, gain=0.5),
+            mask_mod=functools.partial(masks.document, doc=doc),
+            alibi_slopes=x[:, 3:5],
+            sinks=x[0, ::-1][7:9],
+        )
+        np.testing.assert_array_equal(x, before)
+        return result
+
+    expected = got(table, doc.copy())
+    for view in views:
+        np.testing.assert_array_equal(view, table)
+        assert_same_bits(got(view, doc[::-1].copy()[::-1]), expected)
+    row = np.broadcast_to(table[0], (2, 90))  # stride 0
+    assert_same_bits(got(row, doc), got(row.copy(), doc))
 
 
 MATES = [
@@ -541,6 +803,24 @@ def test_9_errors_come_before_anything_is_written(backend: str) -> None:
     assert np.all(out == 7.0)
 
 
+@pytest.mark.parametrize("where", ["mask_mod", "score_mod"])
+def test_9_no_output_is_written_if_a_function_fails(backend: str, where: str) -> None:
+    q, k, v = qkv(2, 1, 5, 5, 4)
+    out = np.full((2, 1, 5, 4), 7.0, "f4")
+    wrong: dict[str, Any] = {"mask_mod": number_mask, "score_mod": boolean_score}
+    with pytest.raises(TypeError, match=f"^{where}: expected (.|\n)*got"):
+        attend(backend, q, k, v, out=out, q_lens=[3, 5], **{where: wrong[where]})
+    assert np.all(out == 7.0)
+
+
+def number_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx - kv_idx
+
+
+def boolean_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score > 0.0
+
+
 # 10. Empty sizes
 
 
@@ -570,6 +850,11 @@ def test_10_empty_sizes(backend: str, sizes: Case, options: dict[str, Any], dtyp
         assert np.all(lse == -inf)
     pairs = (*q.shape[:3], k.shape[2])
     check(backend, q, k, v, mask=np.ones(pairs, bool), bias=np.zeros(pairs), **options)
+    sinks = np.arange(q.shape[1], dtype="f4") - 1
+    modifiers = WITH_B | {"sinks": sinks, "alibi_slopes": sinks}
+    _, lse = check(backend, q, k, v, **modifiers, **options)
+    if sizes.Nk == 0:
+        np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], lse.shape))
 
 
 def test_10_no_value_columns_still_have_an_lse(backend: str) -> None:

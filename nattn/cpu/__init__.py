@@ -5,16 +5,21 @@ The door for attention itself is `nattn.cpu.launch.forward`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from . import tiles
+import numpy as np
+
+from .. import functions, masks, mods
+from ..lanes import Tile
+from . import score, tiles
+from .classify import classify, classify_worker
 from .forward import forward_worker
 from .jit import cache_folder, clear_cache
 from .peak import fma_peak, multiply_add
-from .score import add_operand
 from .threads import thread_count
 
-__all__ = ["clear_cache", "fma_peak", "info", "warmup"]
+__all__ = ["classify", "clear_cache", "fma_peak", "info", "warmup"]
 
 
 def info() -> dict[str, Any]:
@@ -61,15 +66,31 @@ def info() -> dict[str, Any]:
 def warmup(dtypes: tuple[str, ...] = ("float32", "float64")) -> None:
     """Compile the common kernels, or load them from the disk cache.
 
+    That is attention with masks and biases, ALiBi, softcap, dropout and the common mask functions.
+
     Parameters
     ----------
     dtypes : tuple of str
         "float32", "float64" or both.
     """
+    doc, slopes = np.zeros(1, np.int64), np.zeros((1, 1), np.float32)
+    bound = (
+        ("score_mod", functools.partial(mods.softcap, cap=1.0)),
+        ("score_mod", functools.partial(mods.alibi, slopes=slopes)),
+        ("mask_mod", masks.causal),
+        ("mask_mod", functools.partial(masks.sliding_window, left=1, right=1)),
+        ("mask_mod", functools.partial(masks.document, doc=doc)),
+    )
+    parameters = {"score_mod": functions.SCORE_MOD, "mask_mod": functions.MASK_MOD}
     for dtype in dtypes:
-        for rows in (1, 1 << 20):
-            tile = tiles.choose_tile(dtype, rows)
+        wide = tiles.choose_tile(dtype, 1 << 20)
+        for tile in (wide, tiles.choose_tile(dtype, 1)):
             forward_worker(tile)
-            for storage, itemsize in (("bool", 1), (dtype, 4 if dtype == "float32" else 8)):
-                add_operand(tile, storage, itemsize)
-        multiply_add(tiles.choose_tile(dtype, 1 << 20))
+            for storage, itemsize in (("bool", 1), (dtype, tile.itemsize)):
+                score.add_operand(tile, storage, itemsize)
+        for name, function in bound:
+            tree = functions.resolve(name, function, parameters[name])
+            score.user_function(name, tree, wide, 0, packed=False)
+        score.drop_function(wide, 0.5, 0, packed=False)
+        multiply_add(wide)
+    classify_worker(Tile("float32", tiles.choose_tile("float32", 1 << 20).W, 1, 1))

@@ -36,7 +36,7 @@ def multiply_add(tile):
             j, k, m = fma(j, x, y), fma(k, x, y), fma(m, x, y)
         total = a + b + c + d + e + f + g + h + i + j + k + m
         store(read_int64(args + 8) + slot * 256, total)
-        leave(control, slot)
+        leave(control, slot, 0)
 
     return worker
 
