@@ -8,8 +8,9 @@ and float64. `lanes` offers them to Numba under NumPy's names, `dual` differenti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -159,20 +160,24 @@ class _Format:
 
     Polynomials are minimax fits (Remez exchange, relative error): exp2 holds (2**f - 1) / f on
     |f| <= 1/2, expm1 holds (e**r - 1 - r) / r**2 on |r| <= ln(2)/2, log holds
-    (log(m) - 2 s) / s**3 in s**2 with s = (m - 1) / (m + 1) for 1/sqrt(2) <= m <= sqrt(2). Their
-    errors are at most 0.1 units in the last place. fast_exp2 is like exp2, on 0 <= f <= 1 and of a
-    lower degree, with the least absolute error of 2**f: 1 and 1.4 units.
+    (log(m) - 2 s) / s**3 in s**2 with s = (m - 1) / (m + 1) for 1/sqrt(2) <= m <= sqrt(2), sin
+    holds sin(r) / r and cos cos(r), both in r**2, on |r| <= pi/4. Their errors are at most 0.1
+    units in the last place. fast_exp2 is like exp2, on 0 <= f <= 1 and of a lower degree, with the
+    least absolute error of 2**f: 1 and 1.4 units.
     """
 
     mantissa: int
     bias: int
-    max_exp: float  # exp overflows above ln of the largest number: a bound just past it
+    min_exp: float  # exp is 0 below ln of half the smallest number: a bound just past it
+    max_exp: float  # and overflows above ln of the largest
     ln2_hi: float  # ln 2 with enough low bits zero that n * ln2_hi is exact
     ln2_lo: float
     exp2: tuple[float, ...]
     fast_exp2: tuple[float, ...]
     expm1: tuple[float, ...]
     log: tuple[float, ...]
+    sin: tuple[float, ...]
+    cos: tuple[float, ...]
     tanh_one: float  # 2 |x| from which tanh rounds to 1
 
     @property
@@ -185,6 +190,7 @@ _FORMATS = {
     "float": _Format(
         mantissa=23,
         bias=127,
+        min_exp=-104.0,
         max_exp=89.0,
         ln2_hi=0.693359375,
         ln2_lo=-2.12194440e-4,
@@ -216,11 +222,25 @@ _FORMATS = {
             0.285372420152704036,
             0.235835080435567105,
         ),
+        sin=(
+            1.0,
+            -0.1666665460226678156,
+            0.008332160291382622017,
+            -0.0001951521805688636706,
+        ),
+        cos=(
+            1.0,
+            -0.5,
+            0.04166664567010896576,
+            -0.001388731561452419354,
+            0.00002443308248685867562,
+        ),
         tanh_one=20.0,
     ),
     "double": _Format(
         mantissa=52,
         bias=1023,
+        min_exp=-746.0,
         max_exp=710.0,
         ln2_hi=0.69314718036912381649,
         ln2_lo=1.90821492927058770002e-10,
@@ -272,6 +292,25 @@ _FORMATS = {
             0.132499722585920799,
             0.132526712105804267,
         ),
+        sin=(
+            1.0,
+            -0.1666666666666663069,
+            0.008333333333322107319,
+            -0.0001984126982958015501,
+            2.755731361801314044e-6,
+            -2.505074721750213822e-8,
+            1.589619759461624426e-10,
+        ),
+        cos=(
+            1.0,
+            -0.5,
+            0.04166666666666659283,
+            -0.001388888888887304034,
+            0.00002480158728884137878,
+            -2.755731417623460434e-7,
+            2.087570041539533747e-9,
+            -1.135851391771874165e-11,
+        ),
         tanh_one=44.0,
     ),
 }
@@ -316,11 +355,10 @@ def exp2_nonpositive(x: Vector) -> Vector:
 
 
 def _scale(p: Vector, n: Vector, k: _Format) -> Vector:
-    """p * 2**n, in two halves so that neither factor overflows; subnormal results become 0."""
+    """p * 2**n, in two halves so that neither factor overflows; it rounds once, at the end."""
     half, half_bits = _round_to_int(n * 0.5)
     _, rest_bits = _round_to_int(n - half)
-    y = p * _power_of_two(half_bits, k) * _power_of_two(rest_bits, k)
-    return y.cmp("<", 2.0 ** (1 - k.bias)).where(0.0, y)
+    return p * _power_of_two(half_bits, k) * _power_of_two(rest_bits, k)
 
 
 def _clamp(x: Vector, lo: float, hi: float) -> Vector:
@@ -332,7 +370,7 @@ def _clamp(x: Vector, lo: float, hi: float) -> Vector:
 def exp2(x: Vector) -> Vector:
     """2**x."""
     k = _format(x)
-    p, n, _ = _exp2_reduced(_clamp(x, -k.bias - 2.0, k.bias + 2.0))
+    p, n, _ = _exp2_reduced(_clamp(x, -k.bias - k.mantissa - 2.0, k.bias + 2.0))
     return _scale(p, n, k)
 
 
@@ -344,45 +382,343 @@ def _reduce_exp(x: Vector) -> tuple[Vector, Vector]:
     return n, r
 
 
+def _expm1_reduced(r: Vector) -> Vector:
+    """e**r - 1 for |r| <= ln(2)/2."""
+    return (r * r).fma(r.poly(_format(r).expm1), r)
+
+
 def exp(x: Vector) -> Vector:
     """e**x."""
     k = _format(x)
-    x = _clamp(x, -k.max_exp, k.max_exp)
-    n, r = _reduce_exp(x)
-    return _scale((r * r).fma(r.poly(k.expm1), r) + 1.0, n, k)
+    n, r = _reduce_exp(_clamp(x, k.min_exp, k.max_exp))
+    return _scale(_expm1_reduced(r) + 1.0, n, k)
+
+
+def expm1(x: Vector) -> Vector:
+    """e**x - 1 = 2**n (e**r - 1) + (2**n - 1), which keeps full precision near 0."""
+    k = _format(x)
+    n, r = _reduce_exp(_clamp(x, -k.tanh_one, k.max_exp))
+    # Where 2**n itself overflows, a part of it waits until the end.
+    most = float(k.bias - 1)
+    m = n.cmp(">", most).where(most, n)
+    two_m, rest = (_power_of_two(_round_to_int(i)[1], k) for i in (m, n - m))
+    return (two_m.fma(_expm1_reduced(r), two_m - 1.0) * rest).call("copysign", x)
 
 
 def tanh(x: Vector) -> Vector:
     """tanh |x| = e / (e + 2) with e = exp(2 |x|) - 1, which keeps full precision near 0."""
+    if isinstance(x.element, ir.FloatType):
+        return _tanh_float32(x)
     k = _format(x)
     a = x.abs()
     y = (a + a).cmp(">", k.tanh_one).where(k.tanh_one, a + a)
     n, r = _reduce_exp(y)
-    em1 = (r * r).fma(r.poly(k.expm1), r)
     two_n = _power_of_two(_round_to_int(n)[1], k)
-    e = two_n.fma(em1, two_n - 1.0)
+    e = two_n.fma(_expm1_reduced(r), two_n - 1.0)
     return (e / (e + 2.0)).call("copysign", x)
 
 
-def log(x: Vector) -> Vector:
-    """log(2**e m) = e ln 2 + 2 atanh((m - 1) / (m + 1)) with m near 1."""
-    k = _format(x)
-    tiny = x.cmp("<", 2.0 ** (1 - k.bias))
-    y = tiny.where(x * 2.0 ** (k.mantissa + 1), x)
+# tanh(x/2) = (x/2) (1 + p z) / (1 + q z) in z = x**2 on |x| <= 9.3: p and q are the polynomials
+# whose largest error, times the 1 / cosh(x) by which it reaches tanh(x), is least: 2**-27.
+_TANH_P = (0.029765197395040563, 0.00011406573333040516)
+_TANH_Q = (0.11309849406693587, 0.0012056451941369636, 1.2249823435013977e-6)
+_TANH_ONE = 9.3
+
+
+def _tanh_float32(x: Vector) -> Vector:
+    """tanh x = 2 u / (1 + u**2) = a b / ((b - |a|/2)**2 + |a| b) with u = tanh(x/2) = (a/2) / b.
+
+    Near 1 that forgives errors in u, so a rational function of low degree does; it cannot exceed
+    1, and is 1 where (b - |a|/2)**2 is too small to be added. a and b are first x and 1: what is
+    added to them is small where the errors count.
+    """
+    x = _clamp(x, -_TANH_ONE, _TANH_ONE)
+    z = x * x
+    a = (x * z).fma(z.poly(_TANH_P), x)
+    t = z * z.poly(_TANH_Q)  # b - 1
+    ab = a.fma(t, a)
+    d = a.abs().fma(-0.5, t) + 1.0
+    return ab / d.fma(d, ab.abs())
+
+
+def _log_reduced(y: Vector) -> tuple[Vector, Vector]:
+    """Write normal numbers as 2**e m with 1/sqrt(2) <= m <= sqrt(2): (e as an integer, m)."""
+    k = _format(y)
     # Subtracting the bits of 1/sqrt(2) moves the exponent's step there.
     root = np.array(math.sqrt(0.5), np.float32 if k.mantissa == 23 else np.float64)
     root_bits = int(root.view(f"i{root.itemsize}"))
-    steps = (y.bits() - root_bits) >> k.mantissa
-    m = (y.bits() - (steps << k.mantissa)).as_float()
-    e = Vector(x.b, x.b.sitofp(steps.value, x.type)) - tiny.where(y.const(k.mantissa + 1.0), 0.0)
-    s = (m - 1.0) / (m + 1.0)
+    e = (y.bits() - root_bits) >> k.mantissa
+    return e, (y.bits() - (e << k.mantissa)).as_float()
+
+
+def _normal(x: Vector) -> tuple[Vector, Vector]:
+    """Scale subnormal numbers up: (x or x 2**(mantissa + 1), the exponent that this added)."""
+    k = _format(x)
+    tiny = x.cmp("<", 2.0 ** (1 - k.bias))
+    return (
+        tiny.where(x * 2.0 ** (k.mantissa + 1), x),
+        tiny.where(x.const(k.mantissa + 1.0), 0.0),
+    )
+
+
+def _to_float(n: Vector, like: Vector) -> Vector:
+    return Vector(n.b, n.b.sitofp(n.value, like.type))
+
+
+def _log(e: Vector, f: Vector, x: Vector) -> Vector:
+    """log(2**e (1 + f)) = e ln 2 + 2 atanh(f / (2 + f)), and what log has at the ends of x."""
+    k = _format(x)
+    s = f / (f + 2.0)
     z = s * s
-    # log m = 2 s + s z g(z), summed from the small end; e ln2_hi is exact.
+    # log(1 + f) = 2 s + s z g(z), summed from the small end; e ln2_hi is exact.
     small = e.fma(k.ln2_lo, s * z * z.poly(k.log))
     y = e.fma(k.ln2_hi, small + (s + s))
     y = x.cmp("==", math.inf).where(math.inf, y)
     y = x.cmp("==", 0.0).where(-math.inf, y)
     return (x.cmp("<", 0.0) | x.isnan()).where(math.nan, y)
+
+
+def log(x: Vector) -> Vector:
+    """Natural logarithm."""
+    y, added = _normal(x)
+    e, m = _log_reduced(y)
+    return _log(_to_float(e, x) - added, m - 1.0, x)
+
+
+def _two_sum(x: Vector, y: Vector) -> tuple[Vector, Vector]:
+    """Return x + y rounded, and exactly what the rounding lost (Knuth)."""
+    s = x + y
+    t = s - x
+    return s, (x - (s - t)) + (y - t)
+
+
+def log1p(x: Vector) -> Vector:
+    """log(1 + x): what the rounding of 1 + x loses joins again where 1 is subtracted."""
+    k = _format(x)
+    u, lost = _two_sum(x, x.const(1.0))
+    e, m = _log_reduced(u)
+    # Nothing is lost where 2**-e is out of range.
+    scale = minimum(e, e.const(k.bias - 1))
+    scale = ((e.const(k.bias) - scale) << k.mantissa).as_float()
+    y = _log(_to_float(e, x), lost.fma(scale, m - 1.0), u)
+    return x.abs().cmp("<", 2.0 ** (-k.mantissa - 2)).where(x, y)
+
+
+class _Pair(NamedTuple):
+    """A double-precision number in two parts, about 77 bits together.
+
+    The head has at most 26 bits: products of heads are exact, with or without fused instructions.
+    """
+
+    head: Vector
+    tail: Vector
+
+    @staticmethod
+    def of(high: Vector, low: Any = 0.0) -> _Pair:
+        """Return high + low, of which low is much the smaller."""
+        total = high + low
+        head = (total.bits() & -(1 << 27)).as_float()
+        return _Pair(head, (high - head) + low)
+
+    def times(self, o: _Pair) -> _Pair:
+        """Return the product, to about 75 bits."""
+        low = self.head.fma(o.tail, self.tail * (o.head + o.tail))
+        return _Pair.of(self.head * o.head, low)
+
+
+# log2((1 + s) / (1 - s)) / s in z = s**2 up to ((sqrt(2) - 1) / (sqrt(2) + 1))**2: the first two
+# terms of the series, 2 / ln 2 and a third of that, as exact heads with tails; for the others a
+# minimax fit, of which the error is 2**-73 of the whole.
+_LOG2_0 = (2.885390043258667, 3.851925982253235e-8)
+_LOG2_1 = (0.9617966860532761, 7.872699542894897e-9)
+_LOG2 = (
+    0.5770780163555850382,
+    0.4121985831113710265,
+    0.3205988979077240107,
+    0.262308199185443733,
+    0.2219522390403769012,
+    0.1924023900630941272,
+    0.1684320269328270151,
+    0.1729649064261549326,
+)
+
+
+def _log2_pair(x: Vector) -> _Pair:
+    """log2 of positive float64, to about 66 bits."""
+    y, added = _normal(x)
+    e, m = _log_reduced(y)
+    f, d = m - 1.0, _Pair.of(m + 1.0)
+    d = _Pair(d.head, m - (d.head - 1.0))
+    over = x.const(1.0) / (m + 1.0)
+    s_head = _Pair.of(f * over).head
+    s = _Pair(s_head, ((f - s_head * d.head) - s_head * d.tail) * over)
+    z = s.times(s)
+    w = z.times(_Pair(*map(x.const, _LOG2_1)))
+    rest = w.tail + z.head * z.head * (z.head + z.tail).poly(_LOG2) + _LOG2_0[1]
+    y = s.times(_Pair.of(w.head + _LOG2_0[0], rest))
+    # The sum with e is exact in two parts, since |e| is 0 or larger.
+    e = _to_float(e, x) - added
+    high = e + y.head
+    return _Pair.of(high, (y.head - (high - e)) + y.tail)
+
+
+def _power_float64(x: Vector, y: Vector) -> Vector:
+    """x**y = 2**(y log2 x) for positive finite x and |y| <= 2**65."""
+    t = _Pair.of(y).times(_log2_pair(x))
+    k, end = _format(x), 1100.0
+    head = _clamp(t.head, -end, end)
+    tail = t.head.abs().cmp("<", end).where(t.tail, 0.0)
+    n, _ = _round_to_int(head)
+    f = (head - n) + tail
+    return _scale(f.fma(f.poly(k.exp2), f.const(1.0)), n, k)
+
+
+def _widen(x: Vector) -> Vector:
+    return Vector(x.b, x.b.fpext(x.value, ir.VectorType(ir.DoubleType(), x.type.count)))
+
+
+def _narrow(x: Vector, like: Vector) -> Vector:
+    return Vector(x.b, x.b.fptrunc(x.value, like.type))
+
+
+def power(x: Vector, y: Vector) -> Vector:
+    """x**y as C's pow and NumPy have it: also for zeros, infinities, NaN and negative x."""
+    a = x.abs()
+    limit = 2.0**65  # beyond it no power is any different
+    if isinstance(x.element, ir.FloatType):
+        z = _narrow(exp(_widen(_clamp(y, -limit, limit)) * log(_widen(a))), x)
+    else:
+        z = _power_float64(a, _clamp(y, -limit, limit))
+    half = y * 0.5
+    whole = y.cmp("==", floor(y))
+    odd = whole & half.cmp("!=", floor(half))
+    end = a.cmp("==", 0.0) | a.cmp("==", math.inf)
+    z = end.where((a.cmp("==", 0.0) ^ y.cmp("<", 0.0)).where(x.const(0.0), math.inf), z)
+    z = (x.bits().cmp("<", 0) & odd).where(-z, z)
+    z = (x.cmp("<", 0.0) & ~(whole | end)).where(math.nan, z)
+    z = (x.isnan() | y.isnan()).where(math.nan, z)
+    return (x.cmp("==", 1.0) | y.cmp("==", 0.0)).where(1.0, z)
+
+
+def int_power(x: Vector, n: Vector) -> Vector:
+    """x**n for integers, wrapping; a negative n gives 0 unless x is 1 or -1.
+
+    Squares for as long as an exponent has bits left.
+    """
+    b = x.b
+    before, loop = b.block, b.append_basic_block("power")
+    end = b.append_basic_block("power.end")
+    b.branch(loop)
+    b.position_at_end(loop)
+    phis = [b.phi(x.type) for _ in range(3)]
+    result, base, left = (Vector(b, phi) for phi in phis)
+    following = (
+        (left & 1).cmp("!=", 0).where(result * base, result),
+        base * base,
+        Vector(b, b.lshr(left.value, left.const(1).value)),
+    )
+    for phi, first, then in zip(phis, (x.const(1), x, n), following, strict=True):
+        phi.add_incoming(first.value, before)
+        phi.add_incoming(then.value, loop)
+    go_on = b.bitcast(following[2].cmp("!=", 0).value, ir.IntType(x.type.count))
+    b.cbranch(b.icmp_unsigned("!=", go_on, ir.Constant(go_on.type, 0)), loop, end)
+    b.position_at_end(end)
+    # Of 1 and -1 the powers alternate as those with n's last bits do.
+    unit = x.cmp("==", 1) | x.cmp("==", -1)
+    return (n.cmp("<", 0) & ~unit).where(0, following[0])
+
+
+# pi/2 in parts of 33 bits, whose products with an integer below 2**20 are exact, and the rest.
+_PIO2 = (
+    1.5707963267341256,
+    6.077100506303966e-11,
+    2.0222662487111665e-21,
+    8.4784276603689e-32,
+)
+
+
+def _reduce_trig(x: Vector) -> tuple[Vector, Vector]:
+    """Write x as n pi/2 + r with |r| <= pi/4: (r, bits of which the low two are n - 1).
+
+    r is good to its last bit for |x| <= 1e6. Beyond, and in the end all the more, r is that of a
+    number which differs from x by some units in the last place.
+    """
+    wide = _widen(x) if isinstance(x.element, ir.FloatType) else x
+    n, bits = _round_to_int(wide * (2 / math.pi))
+    r = (-n).fma(_PIO2[0], wide)  # exact
+    if wide is x:
+        # Near a multiple of pi/2 little is left: what each sum rounds off is kept.
+        r, lost = _two_sum(r, -n * _PIO2[1])
+        r, more = _two_sum(r, -n * _PIO2[2])
+        r = r + (-n).fma(_PIO2[3], lost + more)
+    else:
+        r = (-n).fma(_PIO2[1] + _PIO2[2], r)
+    r = _clamp(r, -math.pi / 4, math.pi / 4)
+    if wide is not x:
+        r = _narrow(r, x)
+        bits = Vector(x.b, x.b.trunc(bits.value, r.bits().type))
+    return r, bits
+
+
+def _sin_of_quadrant(r: Vector, n: Vector) -> Vector:
+    """sin(r + n pi/2) for |r| <= pi/4."""
+    k = _format(r)
+    z = r * r
+    y = (n & 1).cmp("==", 0).where(r * z.poly(k.sin), z.poly(k.cos))
+    sign = (n & 2) << (8 * _itemsize(r) - 2)
+    return (y.bits() ^ sign).as_float()
+
+
+def _itemsize(x: Vector) -> int:
+    return 4 if isinstance(x.element, ir.FloatType) else 8
+
+
+def sin(x: Vector) -> Vector:
+    """sin x, with all digits for |x| <= 1e6."""
+    r, bits = _reduce_trig(x)
+    return x.cmp("==", 0.0).where(x, _sin_of_quadrant(r, bits + 1))  # -0.0 too
+
+
+def cos(x: Vector) -> Vector:
+    """cos x = sin(x + pi/2), with all digits for |x| <= 1e6."""
+    r, bits = _reduce_trig(x)
+    return _sin_of_quadrant(r, bits + 2)
+
+
+def sign(x: Vector) -> Vector:
+    """NumPy's sign: -1, 0 or 1, and NaN for NaN."""
+    y = x.cmp("<", 0).where(-1, x)
+    y = y.cmp(">", 0).where(1, y)
+    return y + 0.0 if x.is_float else y  # of -0.0 this makes 0.0
+
+
+def _rounding(name: str, doc: str) -> Callable[[Vector], Vector]:
+    def emit(x: Vector) -> Vector:
+        return x.call(name) if x.is_float else x
+
+    emit.__doc__ = doc
+    return emit
+
+
+floor = _rounding("floor", "Round down; integers stay.")
+ceil = _rounding("ceil", "Round up; integers stay.")
+trunc = _rounding("trunc", "Round towards 0; integers stay.")
+rint = _rounding("rint", "Round to the nearest integer, halves to the even one; integers stay.")
+
+
+def isnan(x: Vector) -> Vector:
+    """Return where x is NaN: nowhere among integers."""
+    return x.cmp("!=", x)
+
+
+def isinf(x: Vector) -> Vector:
+    """Return where x is an infinity: nowhere among integers."""
+    return x.abs().cmp("==", math.inf) if x.is_float else x.cmp("!=", x)
+
+
+def isfinite(x: Vector) -> Vector:
+    """Return where x is a number: everywhere among integers."""
+    return x.abs().cmp("<", math.inf) if x.is_float else x.cmp("==", x)
 
 
 def maximum(x: Vector, y: Vector) -> Vector:

@@ -10,6 +10,7 @@ backend takes it apart.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import hashlib
@@ -300,6 +301,46 @@ def helpers(function: types.FunctionType) -> list[types.FunctionType]:
     digest(function)
     captured = _known[function][1]
     return [value for _, _, value in captured if isinstance(value, types.FunctionType)]
+
+
+def frozen(function: types.FunctionType) -> tuple[types.FunctionType, list[types.FunctionType]]:
+    """Copy a function with what it captures now, and the helpers that it may call.
+
+    A compiler that remembers functions by identity would miss that a captured number has changed
+    since; the copy is a function of its own.
+
+    Returns
+    -------
+    function, helpers
+        The copy, and all plain Python functions that it may call: copies, but for those that it
+        finds as attributes of modules.
+    """
+    copies: dict[types.FunctionType, types.FunctionType] = {}
+    result = _copy(function, copies)
+    others = [f for f in helpers(function) if f not in copies]
+    return result, [*(f for f in copies.values() if f is not result), *others]
+
+
+def _copy(
+    function: types.FunctionType, copies: dict[types.FunctionType, types.FunctionType]
+) -> types.FunctionType:
+    if function in copies:
+        return copies[function]
+    scope: dict[str, Any] = {"__builtins__": builtins, "__name__": function.__module__}
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    copies[function] = new = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, cells
+    )
+    new.__module__, new.__qualname__ = function.__module__, function.__qualname__
+    by_name = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    for owner, name, value in _captured(function):
+        if isinstance(value, types.FunctionType):
+            value = _copy(value, copies)
+        if isinstance(owner, types.CellType):
+            by_name[name].cell_contents = value
+        elif name in owner:
+            scope[name] = value
+    return new
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

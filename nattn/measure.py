@@ -11,6 +11,7 @@ they wait slow down whoever comes next, and two OpenMP runtimes in one process f
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import multiprocessing
 import os
@@ -27,7 +28,8 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from . import api
+from . import api, masks, mods
+from .blockmask import BlockMask
 from .dtypes import default_scale
 from .problem import Problem
 
@@ -66,6 +68,10 @@ class Case:
         How q, k and v lie in memory: "contiguous"; "packed" slices of one ``(B, N, 3, H, D)``
         array; "reversed" keys and values; "strided" with every second element of a row;
         "read-only"; "unaligned" by one byte. Only nattn is asked for other forms than the first.
+    mod : str or None
+        What happens to the scores, or which mask function hides some: a key of `MODIFIERS`.
+    skip : bool
+        Give nattn a mask function as a `nattn.BlockMask`, so that empty blocks are skipped.
     """
 
     B: int = 1
@@ -78,6 +84,8 @@ class Case:
     window: tuple[int, int] | None = None
     mask: Literal["random", "sparse", "open"] | None = None
     form: str = "contiguous"
+    mod: str | None = None
+    skip: bool = True
 
     @property
     def width(self) -> int:
@@ -85,7 +93,9 @@ class Case:
         return self.D if self.Dv is None else self.Dv
 
     def visible(self) -> int:
-        """Count the scores that causal and window leave; a mask does not count.
+        """Count the scores that causal and window leave, in blocks that are not skipped.
+
+        What a mask, or a mask function without blocks, hides does count: it is computed.
 
         Returns
         -------
@@ -96,7 +106,23 @@ class Case:
         x = np.broadcast_to(zero, (1, 1, self.N, 1))  # sizes without data
         problem = Problem.build(x, x, x, causal=self.causal, window_size=self.window)
         lo, hi = problem.visible_range(0, np.arange(self.N))
-        return self.B * self.H * int(np.maximum(hi - lo, 0).sum())
+        blocks = self.blocks()
+        if blocks is None:
+            count = np.maximum(hi - lo, 0).sum()
+        else:
+            kinds, size = blocks.kinds[0, 0], blocks.block_size
+            first = size * np.arange(kinds.shape[1])
+            within = np.minimum(hi[:, None], first + size) - np.maximum(lo[:, None], first)
+            looked_at = np.repeat(kinds != masks.EMPTY, size, axis=0)[: self.N]
+            count = np.maximum(within, 0)[looked_at].sum()
+        return self.B * self.H * int(count)
+
+    def blocks(self) -> BlockMask | None:
+        """Classify the blocks of the mask function, if there is one and its blocks are skipped."""
+        mask_mod = self._modifiers().get("mask_mod")
+        if mask_mod is None or not self.skip:
+            return None
+        return BlockMask.from_mask_mod(mask_mod, 1, 1, self.N, self.N)
 
     def flops(self) -> int:
         """Count the floating-point operations of both products over the visible scores.
@@ -121,7 +147,7 @@ class Case:
         q, k, v : ndarray
             ``(B, H, N, D)``, v ``(B, H, N, Dv)``, standard normal.
         options : dict
-            Keyword arguments.
+            Keyword arguments; a mask function is a ``mask_mod``, whatever `skip` says.
         """
         rng = np.random.default_rng(seed)
         widths = (self.D, self.D, self.width)
@@ -141,7 +167,10 @@ class Case:
             options["window_size"] = self.window
         if self.mask is not None:
             options["mask"] = self._mask(rng)
-        return q, k, v, options
+        return q, k, v, options | self._modifiers()
+
+    def _modifiers(self) -> dict[str, Any]:
+        return {} if self.mod is None else MODIFIERS[self.mod](self)
 
     def _mask(self, rng: np.random.Generator) -> Array:
         if self.mask == "random":
@@ -168,6 +197,69 @@ def _in_form(x: Array, case: Case) -> Array:
         shifted[...] = x
         return shifted
     raise ValueError(f"form: expected a known one, got {case.form!r}")
+
+
+# What may happen to the scores of a case
+
+
+def gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, near: Any, gain: Any) -> Any:
+    """Squash the scores of keys that are far away: a modifier as users write them."""
+    return np.where(abs(q_idx - kv_idx) > near, gain * np.tanh(score), score)
+
+
+def document_numbers(n: int, count: int = 16) -> NDArray[np.int32]:
+    """Return the document of each of n positions.
+
+    The documents are of about the same length, but none ends where a block does, save by chance.
+    """
+    jitter = np.random.default_rng(0).uniform(-0.1, 0.1, count - 1)
+    ends = n / count * (np.arange(1, count) + jitter)
+    return np.searchsorted(ends, np.arange(n), side="right").astype(np.int32)
+
+
+def _softcap(case: Case) -> dict[str, Any]:
+    return {"softcap": 20.0}
+
+
+def _alibi(case: Case) -> dict[str, Any]:
+    return {"alibi_slopes": mods.alibi_slopes(case.H)}
+
+
+def _gate(case: Case) -> dict[str, Any]:
+    return {"score_mod": functools.partial(gate, near=64, gain=0.75)}
+
+
+def _causal(case: Case) -> dict[str, Any]:
+    return {"mask_mod": masks.causal}
+
+
+def _documents(case: Case) -> dict[str, Any]:
+    return {"mask_mod": functools.partial(masks.document, doc=document_numbers(case.N))}
+
+
+def _prefix(case: Case) -> dict[str, Any]:
+    return {"mask_mod": functools.partial(masks.prefix_lm, prefix=np.full(case.B, case.N // 4))}
+
+
+def _local(case: Case) -> dict[str, Any]:
+    return {"mask_mod": functools.partial(masks.local_plus_global, window=256, n_global=64)}
+
+
+def _dropout(case: Case) -> dict[str, Any]:
+    return {"dropout_p": 0.1, "seed": 1}
+
+
+MODIFIERS: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "softcap": _softcap,
+    "ALiBi": _alibi,
+    "gate": _gate,
+    "causal": _causal,
+    "documents": _documents,
+    "prefix": _prefix,
+    "local": _local,
+    "dropout": _dropout,
+}
+"""What `Case.mod` may say: options of `nattn.attention`, for a case."""
 
 
 # Taking turns
@@ -364,7 +456,10 @@ def _peak_resident() -> int | None:
 
 def _nattn(case: Case, threads: int) -> Call:
     q, k, v, options = case.arrays()
-    return lambda: api.attention(q, k, v, backend="cpu", **options)
+    blocks = case.blocks()
+    if blocks is not None:
+        del options["mask_mod"]  # the blocks know it
+    return lambda: api.attention(q, k, v, backend="cpu", block_mask=blocks, **options)
 
 
 def _reference(case: Case, threads: int) -> Call:
@@ -405,6 +500,63 @@ def _torch(case: Case, threads: int) -> Call:
     mask = None if hidden is None else torch.from_numpy(~hidden)
     attend = torch.nn.functional.scaled_dot_product_attention
     return lambda: attend(tq, tk, tv, attn_mask=mask, is_causal=only_causal).numpy()
+
+
+def _flex(case: Case, threads: int) -> Call:
+    """PyTorch's FlexAttention, compiled: what torch has for functions of scores."""
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
+    if case.mask is not None or case.mod not in (None, *_FLEX):
+        raise Unsupported("not written for it")
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    torch._dynamo.reset()  # after some cases it would stop compiling, and say so to nobody
+    q, k, v, options = case.arrays()
+    tq, tk, tv = (torch.from_numpy(x) for x in (q, k, v))
+    functions = {} if case.mod is None else _FLEX[case.mod](options)
+    visible = [functions["mask_mod"]] if "mask_mod" in functions else []
+    if case.causal:
+        visible.append(lambda b, h, i, j: j <= i)
+    if case.window is not None:
+        left, right = case.window
+        visible.append(lambda b, h, i, j: (j >= i - left) & (j <= i + right))
+    blocks = None
+    if visible:
+        every = flex.and_masks(*visible)
+        blocks = flex.create_block_mask(every, None, None, case.N, case.N, device="cpu")
+    attend = torch.compile(flex.flex_attention, dynamic=False)
+    modify = functions.get("score_mod")
+    return lambda: attend(tq, tk, tv, score_mod=modify, block_mask=blocks).numpy()
+
+
+def _flex_softcap(options: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
+    cap = options["softcap"]
+    return {"score_mod": lambda score, b, h, i, j: cap * torch.tanh(score / cap)}
+
+
+def _flex_alibi(options: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
+    slopes = torch.from_numpy(options["alibi_slopes"])
+    return {"score_mod": lambda score, b, h, i, j: score - slopes[h] * torch.abs(i - j)}
+
+
+def _flex_documents(options: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
+    doc = torch.from_numpy(options["mask_mod"].keywords["doc"])
+    return {"mask_mod": lambda b, h, i, j: doc[i] == doc[j]}
+
+
+_FLEX: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "softcap": _flex_softcap,
+    "ALiBi": _flex_alibi,
+    "documents": _flex_documents,
+}
+"""What FlexAttention is told, by `Case.mod`."""
 
 
 def _openvino(case: Case, threads: int) -> Call:
@@ -527,12 +679,16 @@ PREPARE: dict[str, Callable[[Case, int], Call]] = {
     "nattn": _nattn,
     "reference": _reference,
     "torch": _torch,
+    "flex": _flex,
     "openvino": _openvino,
     "onnxruntime": _onnxruntime,
     "jax": _jax,
     "numpy": _numpy,
 }
 """Each contestant's way to prepare a case."""
+
+_MODIFYING = ("nattn", "reference", "flex")
+"""Those that can be asked for a case with a `Case.mod`."""
 
 
 def prepare(name: str, case: Case, threads: int) -> Call:
@@ -560,6 +716,8 @@ def prepare(name: str, case: Case, threads: int) -> Call:
     ArithmeticError
         If its result is wrong: a time would mean nothing.
     """
+    if case.mod is not None and name not in _MODIFYING:
+        raise Unsupported("no functions of scores")
     try:
         call = PREPARE[name](case, threads)
     except ImportError as missing:
@@ -572,22 +730,35 @@ def prepare(name: str, case: Case, threads: int) -> Call:
 
 
 def _error(case: Case, out: Array) -> tuple[float, float]:
-    """Compare sampled rows of a result with the reference."""
+    """Compare sampled rows of a result, in all heads, with the reference."""
     q, k, v, options = case.arrays()
     mask = options.pop("mask", None)
+    dropout_p, seed = options.pop("dropout_p", 0.0), options.pop("seed", 0)
+    heads = np.arange(case.H)[:, None]
     error = 0.0
     for row in {0, case.N // 3, case.N - 1}:
-        want = api.attention(
-            q[:1, -1:, row : row + 1],
-            k[:1, -1:],
-            v[:1, -1:],
-            q_offset=row,
-            mask=None if mask is None else mask[row],
-            backend="reference",
-            **options,
-        )
+        seen = True if mask is None else mask[row]
+        rows: Array
+        want: Array
+        sums: list[Array] = []
+        # Dropout goes by the row, here 0: so hide what it drops, and bring the rest to its share.
+        kept = mods.keep(0, heads, row, np.arange(case.N), seed, dropout_p)[:, None]
+        for visible in (seen, seen & kept):
+            want, lse = api.attention(
+                q[:1, :, row : row + 1],
+                k[:1],
+                v[:1],
+                q_offset=row,
+                mask=visible,
+                return_lse=True,
+                backend="reference",
+                **options,
+            )
+            sums.append(lse)
+        if dropout_p:
+            want = want * (np.exp(sums[1] - sums[0]) / (1 - dropout_p))[..., None]
         # np.max, unlike max, keeps a NaN
-        error = float(np.max([error, np.abs(out[0, -1, row] - want[0, 0, 0]).max(initial=0.0)]))
+        error = float(np.max([error, np.abs(out[0, :, row] - want[0, :, 0]).max(initial=0.0)]))
     # Peers promise no budget of ours: this only tells what computes something else
     return error, 1e-3 if case.dtype == "float32" else 1e-9
 

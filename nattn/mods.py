@@ -49,7 +49,7 @@ def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, cap: Any) -> An
     >>> np.round(softcap(np.array([0.5, 1000.0]), 0, 0, 0, 0, cap=20.0), 4)
     array([ 0.4999, 20.    ])
     """
-    return cap * np.tanh(score / cap)
+    return cap * np.tanh(score * (1.0 / cap))  # one division, not one for each score
 
 
 def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> Any:

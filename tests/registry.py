@@ -287,9 +287,9 @@ def documents(sizes: Sizes, rng: Generator, dtype: Any = np.int64) -> NDArray[An
 
 MODS: dict[str, Mod] = {
     # the built-in ones
-    "softcap": Mod(plain(mods.softcap, cap=5.0), 1, lambda S, far: min(S, 5), 2 + FUNCTION),
+    "softcap": Mod(plain(mods.softcap, cap=5.0), 1, lambda S, far: min(S, 5), 3 + FUNCTION),
     "softcap, an integer": Mod(
-        plain(mods.softcap, cap=30), 1, lambda S, far: min(S, 30), 2 + FUNCTION
+        plain(mods.softcap, cap=30), 1, lambda S, far: min(S, 30), 3 + FUNCTION
     ),
     "alibi": Mod(
         lambda s, rng: bind(mods.alibi, slopes=np.broadcast_to(mods.alibi_slopes(s.H), (s.B, s.H))),
@@ -350,7 +350,7 @@ MODS: dict[str, Mod] = {
         ),
         1,
         lambda S, far: S + 0.125 * far + 4 + (far / 16) ** 2,
-        2 + 2 + FUNCTION + 4,
+        2 + 3 + FUNCTION + 4,
     ),
     # as users write them
     "tanh_gate": Mod(  # y = x tanh x has |y'| <= 1.2

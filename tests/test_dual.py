@@ -103,7 +103,7 @@ def steps(x: Any, y: Any, u: Any, v: Any, c: Any, o: Any, s: Any, k: Any) -> Any
 def smooth(x: Any, y: Any, u: Any, v: Any, c: Any, o: Any, s: Any, k: Any) -> Any:
     return (
         *(np.exp(x), np.exp2(x), np.tanh(x), np.log(u), np.sqrt(u)),
-        *(abs(x), np.abs(x), np.float32(x) + np.float64(y)),
+        *(abs(x), np.abs(x)),
     )
 
 
@@ -372,6 +372,23 @@ def test_every_width_computes_the_same_bits(dtype: str) -> None:
             assert_same(got.tangents[n], first.tangents[n], label)
 
 
+def twins(x: Any, y: Any, u: Any, v: Any, c: Any, o: Any, s: Any, k: Any) -> Any:
+    """Return pairs that are the same; float types are all that of the lanes."""
+    return (
+        *(np.float32(x), x, np.float64(x), x),
+        *(math.exp(x), np.exp(x), math.log(u), np.log(u), math.sqrt(u), np.sqrt(u)),
+        *(math.tanh(x), np.tanh(x)),
+    )
+
+
+@dtype_of_each_kind
+def test_twins(dtype: str) -> None:
+    got, _ = evaluate(Tile(dtype, 4, 1, 1), twins, samples(dtype)[0])
+    for results in (got.values, got.tangents):
+        assert_same(results[::2], results[1::2])
+    assert set(got.kinds) == {"dual"}
+
+
 # ---------------------------------------------------------------------------------------------
 # Edges
 # ---------------------------------------------------------------------------------------------
@@ -512,6 +529,114 @@ def test_every_function_has_a_rule_and_is_tested() -> None:
         name = dual.rule_name(function)
         assert name in dual.RULES or not real, f"no rule for {function}"
         assert name in tested or function.__name__ in tested, f"no test of {function}"
+
+
+# ---------------------------------------------------------------------------------------------
+# In kernels
+# ---------------------------------------------------------------------------------------------
+
+
+@tile_of_each_kind
+def test_constructors_and_accessors(tile: Tile) -> None:
+    one, row = Tile(tile.dtype, 1, 1, 1), tile.W * tile.itemsize
+
+    def run(x: int, dx: int, out: int) -> None:
+        d = dual.dual(lanes.load(tile, x), lanes.load(tile, dx))
+        first = dual.dual(lanes.load(one, x), 3)
+        lanes.store(out, value(tile, d))
+        lanes.store(out + row, tangent(tile, d))
+        lanes.store(out + 2 * row, value(tile, first))
+        lanes.store(out + 3 * row, tangent(tile, first))
+        lanes.store(out + 4 * row, tangent(tile, seed(lanes.load(tile, x))))
+        lanes.store(out + 5 * row, chain(tile, lanes.load(tile, dx), d))
+        lanes.store(out + 6 * row, value(tile, dual.as_dual(tile, first)))
+        lanes.store(out + 7 * row, tangent(tile, dual.as_dual(tile, first)))
+        # what does not depend on the score
+        lanes.store(out + 8 * row, value(tile, lanes.load(tile, x)))
+        lanes.store(out + 9 * row, tangent(tile, lanes.load(tile, x)))
+        lanes.store(out + 10 * row, value(tile, lanes.iota(tile, 5)))
+        lanes.store(out + 11 * row, tangent(tile, dual.as_dual(tile, lanes.iota(tile, 5))))
+        lanes.store(out + 12 * row, value(tile, 7))
+        lanes.store(out + 13 * row, chain(tile, lanes.load(tile, dx), 0.5))
+
+    x = np.arange(1, tile.W + 1).astype(tile.dtype)
+    x[-1] = -inf
+    dx = np.where(np.arange(tile.W) % 3 == 1, 0, x - 7).astype(tile.dtype)
+    out = np.full((14, tile.W), nan, tile.dtype)
+    jit(run, types.void(*[types.int64] * 3))(x.ctypes.data, dx.ctypes.data, out.ctypes.data)
+    hidden = x == -inf
+    slope = np.where(hidden, 0, dx)
+    with np.errstate(invalid="ignore"):
+        product = np.where(hidden, 0, dx * dx)
+    first = 0 if tile.W == 1 else 3  # that of a hidden key is 0
+    count = np.arange(5, tile.W + 5)
+    expected = [x, slope, x[0], first, ~hidden, product, x[0], first, x, 0, count, 0, 7, 0]
+    np.testing.assert_array_equal(out, [np.broadcast_to(e, tile.W) for e in expected])
+
+
+def test_a_score_that_is_hidden_has_no_derivative() -> None:
+    """Whatever the slope is, and whatever the derivative was so far."""
+    tile = Tile("float32", 4, 1, 1)
+
+    def run(x: int, dx: int, deriv: int, out: int) -> None:
+        r = dual.dual(lanes.load(tile, x), lanes.load(tile, dx))
+        lanes.store(out, tangent(tile, r))
+        lanes.store(out + 16, chain(tile, lanes.load(tile, deriv), r))
+
+    x = np.array([-inf, -inf, 1, inf], np.float32)
+    dx, deriv = np.array([inf, nan, 0, 3], np.float32), np.array([1, nan, inf, 2], np.float32)
+    out = np.empty((2, 4), np.float32)
+    jit(run, types.void(*[types.int64] * 4))(*(a.ctypes.data for a in (x, dx, deriv, out)))
+    np.testing.assert_array_equal(out, [[0, 0, 0, 3], [0, 0, 0, 6]])
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    tile, other = Tile("float32", 8, 1, 1), Tile("float32", 4, 1, 1)
+
+    def score(t: Any, at: int) -> Any:
+        return seed(lanes.load(t, at))
+
+    score = numba.njit(score)
+
+    def test_if(at: int) -> Any:
+        return 1.0 if score(tile, at) else 2.0
+
+    def test_if_not(at: int) -> Any:
+        if not score(tile, at):
+            return 1.0
+        return 2.0
+
+    def test_and(at: int) -> Any:
+        return score(tile, at) and True
+
+    index, condition = "an index cannot depend on the score", r"np\.where\(condition, x, y\)"
+    refused: list[tuple[Callable[[int], Any], str]] = [
+        (test_if, condition),
+        (test_if_not, condition),
+        (test_and, condition),
+        (lambda at: np.zeros(3)[score(tile, at)], index),
+        (lambda at: np.zeros((3, 3))[1, score(tile, at)], index),
+        (lambda at: score(tile, at) + score(other, at), ""),
+        (lambda at: ~score(tile, at), ""),
+        (lambda at: score(tile, at) & True, ""),
+        (lambda at: np.where(score(tile, at), 1.0, 2.0), ""),
+        (lambda at: seed(lanes.load_int32(tile, at)), ""),
+        (lambda at: dual.dual(score(tile, at), 1.0), ""),
+        (lambda at: dual.as_dual(tile, score(tile, at) > 0), "expected a number"),
+        (lambda at: dual.as_dual(tile, True), "expected a number"),
+    ]
+    for function, text in refused:
+        with pytest.raises(numba.TypingError, match=text):
+            numba.njit(types.void(types.int64))(_discard(function))
+
+
+def _discard(function: Callable[[int], Any]) -> Callable[[int], None]:
+    inner = numba.njit(function)
+
+    def run(at: int) -> None:
+        inner(at)
+
+    return run
 
 
 # ---------------------------------------------------------------------------------------------

@@ -248,9 +248,7 @@ def _evaluator(tree: Tree, first: int) -> tuple[Callable[..., Any], int]:
     """
     if isinstance(tree, Bound):
         layout = Layout(tree.order, tuple(map(_kind, tree.values)), first)
-        for helper in functions.helpers(tree.function):
-            _register(helper)
-        function = _register(tree.function)
+        function = _callable(tree.function)
 
         def leaf(tile, params, outside, args):
             return function(*call_arguments(tile, layout, args, params, outside))
@@ -268,15 +266,12 @@ def _evaluator(tree: Tree, first: int) -> tuple[Callable[..., Any], int]:
     return joined, first
 
 
-_registered: set[Any] = set()
-
-
-def _register(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let compiled code call a plain function."""
-    if function not in _registered:
-        inlined(function)
-        _registered.add(function)
-    return function
+def _callable(function: Any) -> Callable[..., Any]:
+    """Return a copy of a plain function that compiled code can call."""
+    copy, helpers = functions.frozen(function)
+    for helper in helpers:
+        inlined(helper)
+    return inlined(copy)
 
 
 def _negated(f):
@@ -529,9 +524,7 @@ def drop(tile, packed):
     """
     head = _head(packed, "int64")
     size, width = tile.itemsize, tile.W
-    philox = mods.philox
-    for helper in (philox, *functions.helpers(philox)):
-        _register(helper)
+    philox = _callable(mods.philox)
 
     def function(probs, deriv, context, params):
         c = view(CONTEXT, context)
