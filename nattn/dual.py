@@ -9,7 +9,7 @@ it; what is added is a rule for the tangent, one for each function, in the table
 Where a derivative does not exist, or floating point cannot tell it:
 
 - Lanes and scalars have no tangent at all. Comparisons look at values and give plain lanes, and so
-  do floor, sign and //, whose derivative is 0 wherever there is one.
+  do floor, ceil, sign and //, whose derivative is 0 wherever there is one.
 - ``np.where`` selects tangents: that of the branch not taken is nowhere in the result, NaN or not.
 - abs has the derivative 0 at 0. Maximum and minimum follow the first argument at a tie, and clip
   follows its argument at a bound.
@@ -150,10 +150,21 @@ def _remainder(z: Vector, x: Vector, dx: Tangent, y: Vector, dy: Tangent) -> Tan
 
 def _power(z: Vector, x: Vector, dx: Tangent, y: Vector, dy: Tangent) -> Tangent:
     if dx:  # the factor y makes it 0 where y is 0, at x = 0 too
-        dx = dx * y * elementary.power(x, y - 1.0)
+        dx = dx * y * _one_less(x, y)
     if dy:
         dy = dy * x.cmp("==", 0.0).where(0.0, z * elementary.log(x))
     return dx + dy
+
+
+def _one_less(x: Vector, y: Vector) -> Vector:
+    """x**(y - 1); for literal squares, cubes and fourth powers as a product."""
+    literal = y.value.constant[0].constant if isinstance(y.value, ir.Constant) else None
+    if literal not in (1, 2, 3, 4):
+        return elementary.power(x, y - 1.0)
+    z = x.const(1.0)
+    for _ in range(int(literal) - 1):
+        z = z * x
+    return z
 
 
 def _minimum(z: Vector, x: Vector, dx: Tangent, y: Vector, dy: Tangent) -> Tangent:
@@ -188,7 +199,7 @@ RULES: dict[str, Rule | None] = {
     "sin": lambda z, x, dx: dx * elementary.cos(x),
     "cos": lambda z, x, dx: -(dx * elementary.sin(x)),
     "sign": None,
-    "floor": None,
+    **dict.fromkeys(("floor", "ceil", "trunc", "rint")),
     # z = f(x, y)
     "add": lambda z, x, dx, y, dy: dx + dy,
     "sub": lambda z, x, dx, y, dy: dx - dy,
@@ -215,7 +226,7 @@ _TWINS = {"absolute": "abs", "fabs": "abs", "power": "pow"}
 
 def rule_name(function: Any) -> str:
     """Return the name under which `RULES` holds a function."""
-    name = function.__name__.strip("_")
+    name: str = function.__name__.strip("_")
     return _TWINS.get(name, name)
 
 
@@ -286,8 +297,9 @@ def _define(function: Any, arity: int, rule: Rule | None) -> None:
         to = sig.return_type.lanes
         operands: list[Any] = []
         for a, t in zip(args, sig.args, strict=True):
-            operands.append(lanes._operand(context, b, _value(b, a, t), _plain(t), to))
-            operands.append(_tangent(context, b, a, t, to))
+            x = lanes._operand(context, b, _value(b, a, t), _plain(t), to)
+            literal = isinstance(t, types.IntegerLiteral)
+            operands += [x.const(t.literal_value) if literal else x, _tangent(context, b, a, t, to)]
         z = Vector(b, z)
         return _pair(z, rule(z, *operands))
 
@@ -457,7 +469,7 @@ def tangent(typingctx: Any, tile: Any, x: Any) -> Any:
 
 @intrinsic
 def chain(typingctx: Any, tile: Any, deriv: Any, x: Any) -> Any:
-    """Return ``deriv * tangent(tile, x)``, 0 where one of the factors is 0 whatever the other is."""
+    """Return ``deriv * tangent(tile, x)``; where one factor is 0 that is 0, whatever the other."""
     to = tile.real
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:

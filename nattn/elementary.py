@@ -497,7 +497,7 @@ def log1p(x: Vector) -> Vector:
     k = _format(x)
     u, lost = _two_sum(x, x.const(1.0))
     e, m = _log_reduced(u)
-    # Nothing is lost where 2**-e is out of range.
+    # Where 2**-e is out of range, what is lost is nothing beside 2**e.
     scale = minimum(e, e.const(k.bias - 1))
     scale = ((e.const(k.bias) - scale) << k.mantissa).as_float()
     y = _log(_to_float(e, x), lost.fma(scale, m - 1.0), u)
@@ -547,11 +547,11 @@ def _log2_pair(x: Vector) -> _Pair:
     """log2 of positive float64, to about 66 bits."""
     y, added = _normal(x)
     e, m = _log_reduced(y)
-    f, d = m - 1.0, _Pair.of(m + 1.0)
-    d = _Pair(d.head, m - (d.head - 1.0))
-    over = x.const(1.0) / (m + 1.0)
-    s_head = _Pair.of(f * over).head
-    s = _Pair(s_head, ((f - s_head * d.head) - s_head * d.tail) * over)
+    # s = (m - 1) / (m + 1): the quotient's head, then what the exact remainder adds.
+    f, over = m - 1.0, x.const(1.0) / (m + 1.0)
+    divisor = _Pair.of(m + 1.0).head
+    head = _Pair.of(f * over).head
+    s = _Pair(head, ((f - head * divisor) - head * (m - (divisor - 1.0))) * over)
     z = s.times(s)
     w = z.times(_Pair(*map(x.const, _LOG2_1)))
     rest = w.tail + z.head * z.head * (z.head + z.tail).poly(_LOG2) + _LOG2_0[1]

@@ -178,19 +178,16 @@ def _bind(
     keywords: dict[str, Any],
     count: int,
 ) -> Bound:
-    signature = inspect.signature(plain)
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    got = f"{plain.__name__}{inspect.Signature(bare)}"
-    arguments = [_Argument(n) for n in range(count)]
+    signature = _signature(plain)
     for p in signature.parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY):
             star = "*, " if p.kind == p.KEYWORD_ONLY else ""
             raise TypeError(
-                f"{name}: expected a function {call} with named parameters, got {got}, of which "
-                f"{star}{str(p).split(':')[0]} cannot be compiled"
+                f"{name}: expected a function {call} with named parameters, got "
+                f"{plain.__name__}{signature}, of which {star}{str(p).split("=")[0]} cannot be compiled"
             )
     try:
-        bound = signature.bind(*args, *arguments, **keywords)
+        bound = signature.bind(*args, *_ARGUMENTS[:count], **keywords)
     except TypeError as error:
         missing = [
             p.name
@@ -200,11 +197,11 @@ def _bind(
         if missing and "missing" in str(error):
             raise TypeError(
                 f"{name}: expected {' and '.join(missing)} to be bound, as in functools.partial("
-                f"{plain.__name__}, {missing[0]}=...), got {got}"
+                f"{plain.__name__}, {missing[0]}=...), got {plain.__name__}{signature}"
             ) from None
         raise TypeError(
             f"{name}: expected a function {call}, further parameters bound with "
-            f"functools.partial, got {got}: {error}"
+            f"functools.partial, got {plain.__name__}{signature}: {error}"
         ) from None
     bound.apply_defaults()
     order: list[int] = []
@@ -226,6 +223,24 @@ class _Argument:
     """Stands for an argument of the call while parameters are bound."""
 
     n: int
+
+
+_ARGUMENTS = [_Argument(n) for n in range(len(SCORE_MOD))]
+
+_signatures: weakref.WeakKeyDictionary[types.FunctionType, tuple[Any, Any, inspect.Signature]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _signature(function: types.FunctionType) -> inspect.Signature:
+    """Return a function's signature without annotations; from memory, while it is the same."""
+    code, defaults = function.__code__, function.__defaults__
+    found = _signatures.get(function)
+    if found is None or found[0] is not code or found[1] is not defaults:
+        parameters = inspect.signature(function).parameters.values()
+        bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+        found = _signatures[function] = code, defaults, bare
+    return found[2]
 
 
 def _value(name: str, function: str, parameter: str, value: Any) -> Value:

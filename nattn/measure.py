@@ -734,29 +734,31 @@ def _error(case: Case, out: Array) -> tuple[float, float]:
     q, k, v, options = case.arrays()
     mask = options.pop("mask", None)
     dropout_p, seed = options.pop("dropout_p", 0.0), options.pop("seed", 0)
-    heads = np.arange(case.H)[:, None]
+
+    def attend(row: int, visible: Array | None) -> tuple[Array, Array]:
+        return api.attention(
+            q[:1, :, row : row + 1],
+            k[:1],
+            v[:1],
+            q_offset=row,
+            mask=visible,
+            return_lse=True,
+            backend="reference",
+            **options,
+        )
+
     error = 0.0
     for row in {0, case.N // 3, case.N - 1}:
-        seen = True if mask is None else mask[row]
-        rows: Array
-        want: Array
-        sums: list[Array] = []
-        # Dropout goes by the row, here 0: so hide what it drops, and bring the rest to its share.
-        kept = mods.keep(0, heads, row, np.arange(case.N), seed, dropout_p)[:, None]
-        for visible in (seen, seen & kept):
-            want, lse = api.attention(
-                q[:1, :, row : row + 1],
-                k[:1],
-                v[:1],
-                q_offset=row,
-                mask=visible,
-                return_lse=True,
-                backend="reference",
-                **options,
-            )
-            sums.append(lse)
+        visible = None if mask is None else mask[row]
+        want, lse = attend(row, visible)
         if dropout_p:
-            want = want * (np.exp(sums[1] - sums[0]) / (1 - dropout_p))[..., None]
+            # The reference sees a single row, for which dropout would drop what it does in row 0:
+            # hide what is dropped here, and bring the rest to its share of the sum over all.
+            heads, keys = np.arange(case.H)[:, None, None], np.arange(case.N)
+            kept = mods.keep(0, heads, row, keys, seed, dropout_p)
+            want, kept_lse = attend(row, kept if visible is None else kept & visible)
+            total = np.where(lse > -np.inf, lse, 0.0)  # of an empty row nothing is kept either
+            want *= np.exp(kept_lse - total)[..., None] / (1 - dropout_p)
         # np.max, unlike max, keeps a NaN
         error = float(np.max([error, np.abs(out[0, :, row] - want[0, :, 0]).max(initial=0.0)]))
     # Peers promise no budget of ours: this only tells what computes something else

@@ -41,7 +41,7 @@ class Rounded(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         assert method == "__call__", method
-        assert not kwargs, kwargs
+        assert set(kwargs) <= {"out"}, kwargs  # x += y binds x anew, as everywhere
         operands = [self._operand(x) for x in inputs]
         with np.errstate(all="ignore"):
             x = ufunc(*(a.x for a in operands))
@@ -88,8 +88,13 @@ class Table:
         self.array, self.u = array, u
 
     def __getitem__(self, index: Any) -> Rounded:
-        indices = index if isinstance(index, tuple) else (index,)
-        x = self.array[tuple(i.x if isinstance(i, Rounded) else i for i in indices)]
+        given = index if isinstance(index, tuple) else (index,)
+        indices = [i.x if isinstance(i, Rounded) else np.asarray(i) for i in given]
+        if self.array.size == 0:
+            x = np.zeros(np.broadcast_shapes(*(i.shape for i in indices)))
+        else:  # what is out of range is hidden, or the call raises
+            pairs = zip(indices, self.array.shape, strict=True)
+            x = self.array[tuple(np.clip(i, -n, n - 1) for i, n in pairs)]
         return Rounded(np.asarray(x), np.zeros(np.shape(x)), self.u)
 
 
@@ -174,4 +179,5 @@ def run(tree: Any, dtype: np.dtype, *args: Any) -> Any:
     u = float(np.finfo(dtype).eps) / 2
     values = [rounded(value, dtype) for value in tree.values]
     values = [Table(x, u) if isinstance(x, np.ndarray) else x for x in values]
-    return replace(tree, function=elementwise(tree.function), values=tuple(values))(*args)
+    result = replace(tree, function=elementwise(tree.function), values=tuple(values))(*args)
+    return args[0]._operand(result)

@@ -13,12 +13,10 @@ import pytest
 import rounding
 from cases import (
     assert_near,
-    bind,
     check,
     documents,
     gate,
     gaussian,
-    in_step,
     looked_up,
     qkv,
     truth,
@@ -87,11 +85,8 @@ def test_python_on_numbers_means_the_same_on_arrays() -> None:
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_python_on_numbers(backend: str, dtype: str) -> None:
-    check(
-        backend,
-        *qkv(2, 3, 60, 90, 16, dtype=dtype),
-        score_mod=bind(versatile, rate=0.3)(None, None),
-    )
+    q, k, v = qkv(2, 3, 60, 90, 16, dtype=dtype)
+    check(backend, q, k, v, score_mod=functools.partial(versatile, rate=0.3))
 
 
 def test_arguments_are_never_changed_in_place() -> None:
@@ -136,9 +131,9 @@ def constant(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_a_number_stands_for_all_pairs(backend: str) -> None:
     q, k, v = qkv(1, 1, 20, 30, 8)
     out, lse = check(backend, q, k, v, score_mod=constant)
-    t = truth(np.zeros_like(q), k, v)
+    t = truth(np.zeros_like(q), k, v, bias=[[1.0]])
     assert_near(out, t.out, t.budget.out[..., None])
-    assert_near(lse, t.lse + 1.0, t.budget.lse + 1e-6)
+    assert_near(lse, t.lse, t.budget.lse)
 
 
 def test_bound_floats_take_the_precision_of_the_call() -> None:
@@ -157,7 +152,7 @@ def square_of_distance(b: Any, h: Any, q_idx: Any, kv_idx: Any, distance: Any) -
     return (q_idx - kv_idx) ** 2 == distance * distance
 
 
-@pytest.mark.parametrize("q_offset", [69_999, 2**40])
+@pytest.mark.parametrize("q_offset", [69_999, 2**31])
 def test_indices_do_not_overflow(backend: str, q_offset: int) -> None:
     v = np.arange(70_000, dtype="f4").reshape(1, 1, -1, 1)
     mask = functools.partial(square_of_distance, distance=q_offset - 19_999)
@@ -170,7 +165,6 @@ def test_indices_do_not_overflow(backend: str, q_offset: int) -> None:
         return_lse=True,
         backend=backend,
     )
-    # (2**40)**2 wraps in int64 as in NumPy, on both sides alike
     assert out.item() == 19_999
     assert lse.item() == 0.0
 
@@ -304,22 +298,27 @@ def one_number(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 TABLE = gaussian(2, 5)
-MISUSED = {
+MISUSED: dict[str, tuple[Any, list[str]]] = {
     "complex": (imaginary, ["imaginary", "real numbers", "complex128"]),
     "another shape": (other_shape, ["other_shape", "(7,)", "(3, 3)"]),
-    "all of an array": (bind(all_of_it, table=TABLE), ["table of all_of_it", "all of it"]),
-    "too few indices": (bind(by_score, table=TABLE), ["2 indices", "got 1"]),
-    "a slice": (bind(sliced, table=TABLE[0]), ["integers", "table of sliced", "slice"]),
-    "a float as index": (bind(by_score, table=TABLE[0]), ["integers", "float64"]),
-    "a boolean as index": (bind(by_boolean, table=TABLE[0]), ["integers", "bool"]),
+    "all of an array": (
+        functools.partial(all_of_it, table=TABLE),
+        ["table of all_of_it", "all of it"],
+    ),
+    "too few indices": (functools.partial(by_score, table=TABLE), ["2 indices", "got 1"]),
+    "a slice": (
+        functools.partial(sliced, table=TABLE[0]),
+        ["integers", "table of sliced", "slice"],
+    ),
+    "a float as index": (functools.partial(by_score, table=TABLE[0]), ["integers", "float64"]),
+    "a boolean as index": (functools.partial(by_boolean, table=TABLE[0]), ["integers", "bool"]),
     "a function of one number": (one_number, ["NumPy's functions", "math.erf"]),
 }
 
 
 @pytest.mark.parametrize("what", MISUSED)
 def test_what_the_reference_refuses(what: str) -> None:
-    made, words = MISUSED[what]
-    function = made if made in (imaginary, other_shape, one_number) else made(None, None)
+    function, words = MISUSED[what]
     with pytest.raises(TypeError) as caught:
         call(function, 0.0)
     text = str(caught.value)
@@ -357,13 +356,13 @@ OUT_OF_RANGE: dict[str, dict[str, Any]] = {
 def test_indices_out_of_range_raise(backend: str, what: str) -> None:
     options = dict(OUT_OF_RANGE[what])
     options["score_mod"] = functools.partial(looked_up, table=options.pop("table"), gain=1)
-    with pytest.raises(IndexError, match="^score_mod: expected"):
+    with pytest.raises(IndexError, match=r"^score_mod: expected"):
         nattn.attention(*qkv(2, 2, 40, 60, 8), backend=backend, **options)
 
 
 def test_indices_of_a_mask_out_of_range_raise(backend: str) -> None:
     mask = nattn.mask(functools.partial(masks.document, doc=np.zeros(55, np.int64))) & masks.causal
-    with pytest.raises(IndexError, match="^mask_mod: expected"):
+    with pytest.raises(IndexError, match=r"^mask_mod: expected"):
         nattn.attention(*qkv(1, 2, 40, 60, 8), mask_mod=mask, backend=backend)
 
 
@@ -434,16 +433,18 @@ def test_a_window_as_a_function(backend: str) -> None:
     assert_near(lse, expected.lse, expected.budget.lse)
 
 
+def in_corner(b: Any, h: Any, q_idx: Any, kv_idx: Any, first: Any) -> Any:
+    return (q_idx >= first[b, h]) & (kv_idx < 40)
+
+
 @pytest.mark.parametrize("broadcast", [(), (0,), (1,), (0, 1)], ids=str)
 def test_blocks_change_no_bit(backend: str, broadcast: tuple[int, ...]) -> None:
-    B, H, Nq, Nk, size = 2, 2, 300, 400, 64
+    B, H, Nq, Nk, size = 2, 2, 300, 400, 32
     q, k, v = qkv(B, H, Nq, Nk, 16)
     doc = np.arange(Nk) // 150
-    same: Any = nattn.mask(functools.partial(masks.document, doc=doc))
-    alike = broadcast == (0, 1)
-    mask = same & masks.causal if alike else same & functools.partial(in_step, step=3)
-    if not alike:  # it uses b and h, so only what is not broadcast can be told apart
-        broadcast = ()
+    mask: Any = nattn.mask(functools.partial(masks.document, doc=doc)) & masks.causal
+    if not broadcast:
+        mask = mask | functools.partial(in_corner, first=np.array([[0, 9], [290, 150]]))
     p = Problem.build(q, k, v, mask_mod=mask)
     assert p.mask_mod is not None
     rows, columns = -(-Nq // size), -(-Nk // size)
@@ -457,10 +458,11 @@ def test_blocks_change_no_bit(backend: str, broadcast: tuple[int, ...]) -> None:
             kinds[b, h, r, c] = (
                 masks.FULL if block.all() else masks.MIXED if block.any() else masks.EMPTY
             )
-    assert {masks.EMPTY, masks.MIXED} <= set(kinds.ravel())
-    assert alike == (masks.FULL in kinds)
+    assert set(kinds.ravel()) == {masks.EMPTY, masks.MIXED, masks.FULL}
+    each = kinds.reshape(-1, rows, columns)
+    assert broadcast or all(np.any(each[0] != other) for other in each[1:])
     offset = np.full(shape[0], Nk - Nq)
-    blocks = masks.Blocks(p.mask_mod, *shape, Nq, Nk, offset, size, kinds)
+    blocks = masks.Blocks(p.mask_mod, shape[0], shape[1], Nq, Nk, offset, size, kinds)
     out, lse = nattn.attention(q, k, v, block_mask=blocks, return_lse=True, backend=backend)
     expected = nattn.attention(q, k, v, mask_mod=mask, return_lse=True, backend=backend)
     np.testing.assert_array_equal(out, expected[0])
@@ -511,7 +513,7 @@ def test_the_error_bound_of_a_modifier_holds_and_is_near(name: str) -> None:
     assert got.dtype == F4
     error = np.abs(got.astype("f8") - truth_)
     assert np.all(error <= s.error)
-    assert error.max() > s.error.max() / 200
+    assert error.max() > s.error.max() / 20
 
 
 def test_docstrings() -> None:
