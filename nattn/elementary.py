@@ -555,11 +555,11 @@ def _log2_pair(x: Vector) -> _Pair:
     z = s.times(s)
     w = z.times(_Pair(*map(x.const, _LOG2_1)))
     rest = w.tail + z.head * z.head * (z.head + z.tail).poly(_LOG2) + _LOG2_0[1]
-    y = s.times(_Pair.of(w.head + _LOG2_0[0], rest))
+    log2_m = s.times(_Pair.of(w.head + _LOG2_0[0], rest))
     # The sum with e is exact in two parts, since |e| is 0 or larger.
     e = _to_float(e, x) - added
-    high = e + y.head
-    return _Pair.of(high, (y.head - (high - e)) + y.tail)
+    high = e + log2_m.head
+    return _Pair.of(high, (log2_m.head - (high - e)) + log2_m.tail)
 
 
 def _power_float64(x: Vector, y: Vector) -> Vector:

@@ -184,7 +184,7 @@ def _bind(
             star = "*, " if p.kind == p.KEYWORD_ONLY else ""
             raise TypeError(
                 f"{name}: expected a function {call} with named parameters, got "
-                f"{plain.__name__}{signature}, of which {star}{str(p).split("=")[0]} cannot be compiled"
+                f"{plain.__name__}{signature}, of which {star}{str(p).split('=')[0]} cannot be compiled"
             )
     try:
         bound = signature.bind(*args, *_ARGUMENTS[:count], **keywords)

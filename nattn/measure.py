@@ -736,7 +736,7 @@ def _error(case: Case, out: Array) -> tuple[float, float]:
     dropout_p, seed = options.pop("dropout_p", 0.0), options.pop("seed", 0)
 
     def attend(row: int, visible: Array | None) -> tuple[Array, Array]:
-        return api.attention(
+        result: tuple[Array, Array] = api.attention(
             q[:1, :, row : row + 1],
             k[:1],
             v[:1],
@@ -746,6 +746,7 @@ def _error(case: Case, out: Array) -> tuple[float, float]:
             backend="reference",
             **options,
         )
+        return result
 
     error = 0.0
     for row in {0, case.N // 3, case.N - 1}:

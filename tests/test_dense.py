@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import functools
 import importlib
@@ -24,7 +25,7 @@ from cases import (
 
 import nattn
 from nattn import functions, masks, mods
-from nattn.dense import Dense
+from nattn.dense import Dense, elementwise
 from nattn.problem import Problem
 
 nan, inf = np.nan, np.inf
@@ -308,7 +309,7 @@ MISUSED: dict[str, tuple[Any, list[str]]] = {
     "too few indices": (functools.partial(by_score, table=TABLE), ["2 indices", "got 1"]),
     "a slice": (
         functools.partial(sliced, table=TABLE[0]),
-        ["integers", "table of sliced", "slice"],
+        ["integers", "of sliced", "slice"],
     ),
     "a float as index": (functools.partial(by_score, table=TABLE[0]), ["integers", "float64"]),
     "a boolean as index": (functools.partial(by_boolean, table=TABLE[0]), ["integers", "bool"]),
@@ -477,7 +478,6 @@ BUDGETED = {
     "alibi": functools.partial(mods.alibi, slopes=gaussian(1, 1)),
     "gate": functools.partial(gate, gain=0.75),
     "looked up": functools.partial(looked_up, table=gaussian(1, 200), gain=0.3),
-    "versatile": functools.partial(versatile, rate=0.3),
     "soft window": functools.partial(mods.soft_window, width=20.0, softness=3.0),
     "distance decay": functools.partial(mods.distance_decay, rate=0.7, length=3.0),
 }
@@ -499,15 +499,9 @@ def test_the_error_bound_of_a_modifier_holds_and_is_near(name: str) -> None:
     s = rounding.run(tree, F4, rounding.Rounded(wide, carried, u), *exact).as_float()
     truth_ = Dense("score_mod", tree, F4)(wide, zero, zero, pos, j)
     np.testing.assert_allclose(s.x, truth_, rtol=1e-13, atol=1e-13)
-    single = functions.Bound(
-        importlib.import_module("nattn.dense").elementwise(tree.function),  # type: ignore[union-attr]
-        tree.order,  # type: ignore[union-attr]
-        tree.names,  # type: ignore[union-attr]
-        tuple(
-            np.float32(x) if isinstance(x, float) else x
-            for x in tree.values  # type: ignore[union-attr]
-        ),
-    )
+    assert isinstance(tree, functions.Bound)
+    values: list[Any] = [np.float32(x) if isinstance(x, float) else x for x in tree.values]
+    single = dataclasses.replace(tree, function=elementwise(tree.function), values=tuple(values))
     small = np.zeros((1, 1), np.int16)
     got = single(moved, small, small, pos.astype("i2"), j.astype("i2"))
     assert got.dtype == F4
