@@ -5,8 +5,11 @@ auto-vectoriser, and a register tile is more than it will find. So this module g
 type: ``Lanes(dtype, width)`` lowers to LLVM's ``<width x dtype>``, and arithmetic, comparisons and
 the NumPy functions listed below work on it as they do on scalars, with scalars broadcast:
 
-    + - * / // %   unary -   < <= > >= == !=   & | ^ ~   abs min max
-    np.where  np.minimum  np.maximum  np.abs  np.sqrt  np.exp  np.exp2  np.log  np.tanh
+    + - * / // % **   unary + -   < <= > >= == !=   & | ^ ~ << >>   abs min max
+    np.where  np.minimum  np.maximum  np.clip  np.logical_and  np.logical_or  np.logical_not
+    np.abs  np.sign  np.sqrt  np.square  np.power  np.exp  np.exp2  np.expm1  np.log  np.log1p
+    np.tanh  np.sin  np.cos  np.floor  np.ceil  np.trunc  np.rint
+    np.isfinite  np.isinf  np.isnan  np.float32  np.float64, and math's twins of these
 
     array[lanes]   a gather: an element of an array that a function is bound to, for every lane
 
@@ -503,6 +506,12 @@ def _bits(*args: Any) -> Lanes | None:
     return None if to is None or isinstance(to.dtype, types.Float) else to
 
 
+def _number(*args: Any) -> Lanes | None:
+    """Meet as floats if there is one, and else as 64-bit integers."""
+    to = _common(args)
+    return to if to is None or isinstance(to.dtype, types.Float) else to.of(types.int64)
+
+
 def _any(*args: Any) -> Lanes | None:
     """Meet as whatever it is: booleans, integers or floats."""
     return _common(args)
@@ -566,6 +575,10 @@ def _sqrt(x: Vector) -> Vector:
     return x.call("sqrt")
 
 
+def _square(x: Vector) -> Vector:
+    return x * x
+
+
 def _shift_left(x: Vector, y: Vector) -> Vector:
     """Shift 64-bit integers; by as many bits as they have, nothing is left."""
     inside = y.cmp(">=", 0) & y.cmp("<", 64)
@@ -575,6 +588,27 @@ def _shift_left(x: Vector, y: Vector) -> Vector:
 def _shift_right(x: Vector, y: Vector) -> Vector:
     """Shift 64-bit integers; by as many bits as they have, the sign is left."""
     return x >> (y.cmp(">=", 0) & y.cmp("<", 64)).where(y, 63)
+
+
+def _power(x: Vector, y: Vector) -> Vector:
+    return elementary.power(x, y) if x.is_float else elementary.int_power(x, y)
+
+
+_MOST_PRODUCTS = 4
+"""Constant exponents up to which a power is a product: it rounds no more than twice then."""
+
+
+def _power_product(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
+    """Write a power with a small constant exponent as a product."""
+    base, exponent = sig.args
+    if not isinstance(exponent, types.IntegerLiteral):
+        return None
+    n, to = exponent.literal_value, sig.return_type
+    if not 1 <= n <= _MOST_PRODUCTS:
+        return None
+    x = _operand(context, b, args[0], base, to)
+    square = x * x
+    return {1: x, 2: square, 3: square * x, 4: square * square}[n].value
 
 
 def _is_true(x: Vector) -> Vector:
@@ -597,6 +631,8 @@ BINARY: dict[Any, Operation] = {
     operator.xor: Operation(operator.xor, _bits),
     operator.lshift: Operation(_shift_left, _integers),
     operator.rshift: Operation(_shift_right, _integers),
+    operator.pow: Operation(_power, _number),
+    np.power: Operation(_power, _number),
     np.logical_and: Operation(lambda x, y: _is_true(x) & _is_true(y), _any, types.boolean),
     np.logical_or: Operation(lambda x, y: _is_true(x) | _is_true(y), _any, types.boolean),
     np.minimum: Operation(elementary.minimum, _numeric, limit=_largest, selects=True),
@@ -623,15 +659,32 @@ UNARY: dict[Any, Operation] = {
     np.logical_not: Operation(lambda x: ~_is_true(x), _any, types.boolean),
     abs: Operation(Vector.abs, _numeric, limit=_largest),
     np.abs: Operation(Vector.abs, _numeric, limit=_largest),
+    np.square: Operation(_square, _number),
     np.sqrt: Operation(_sqrt, _real),
     np.exp: Operation(elementary.exp, _real),
     np.exp2: Operation(elementary.exp2, _real),
+    np.expm1: Operation(elementary.expm1, _real),
     np.log: Operation(elementary.log, _real),
+    np.log1p: Operation(elementary.log1p, _real),
     np.tanh: Operation(elementary.tanh, _real),
+    np.sin: Operation(elementary.sin, _real),
+    np.cos: Operation(elementary.cos, _real),
+    np.sign: Operation(elementary.sign, _numeric, limit=_largest, selects=True),
+    np.floor: Operation(elementary.floor, _real),
+    np.ceil: Operation(elementary.ceil, _real),
+    np.trunc: Operation(elementary.trunc, _real),
+    np.rint: Operation(elementary.rint, _real),
+    np.isfinite: Operation(elementary.isfinite, _real, types.boolean),
+    np.isinf: Operation(elementary.isinf, _real, types.boolean),
+    np.isnan: Operation(elementary.isnan, _real, types.boolean),
     math.sqrt: Operation(_sqrt, _real),
     math.exp: Operation(elementary.exp, _real),
+    math.expm1: Operation(elementary.expm1, _real),
     math.log: Operation(elementary.log, _real),
+    math.log1p: Operation(elementary.log1p, _real),
     math.tanh: Operation(elementary.tanh, _real),
+    math.sin: Operation(elementary.sin, _real),
+    math.cos: Operation(elementary.cos, _real),
 }
 """What takes one argument."""
 
@@ -640,11 +693,13 @@ TERNARY: dict[Any, Operation] = {
 }
 """What takes three arguments; `np.where` is on its own."""
 
+_POWERS = (operator.pow, np.power)
 for _op, _operation in BINARY.items():
-    _define(_op, _operation, 2)
+    _special = [_power_product] if _op in _POWERS else []
+    _define(_op, _operation, 2, *_special)
     _inplace = getattr(operator, f"i{_op.__name__.strip('_')}", None)
     if _inplace is not None:
-        _define(_inplace, _operation, 2)
+        _define(_inplace, _operation, 2, *_special)
 for _op, _operation in COMPARISON.items():
     _define(_op, _operation, 2, _compare_narrow)
 for _op, _operation in UNARY.items():
