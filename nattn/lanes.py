@@ -1002,6 +1002,24 @@ def rescale_add_tile(typingctx: Any, tile: Any, acc: Any, address: Any, alpha: A
     return types.void(tile, acc, types.int64, types.int64), codegen
 
 
+@intrinsic
+def add_tile(typingctx: Any, tile: Any, acc: Any, address: Any, stride: Any) -> Any:
+    """Add the register tile to memory whose rows lie `stride` bytes apart."""
+    mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        size = tile.tile.itemsize * to.width
+        for j in range(nr):
+            row = b.add(args[2], b.mul(args[3], I64(j)))
+            for i in range(mv):
+                at = b.add(row, I64(i * size))
+                old = Vector(b, _load(b, at, to.llvm))
+                _store(b, at, (old + Vector(b, b.extract_value(args[1], j * mv + i))).value)
+        return context.get_dummy_value()
+
+    return types.void(tile, acc, types.int64, types.int64), codegen
+
+
 # ---------------------------------------------------------------------------------------------
 # Arrays whose rows lie anywhere: lane l reads at its own byte offset
 # ---------------------------------------------------------------------------------------------

@@ -149,7 +149,8 @@ def forward_worker(tile):
                 select_tile(tile, a, scratch, context, t)
                 find_ranges(tile, a, scratch, context, t)
                 find_block_rows(tile, a, scratch, context, t)
-                pack_queries(tile, a, scratch, context, t)
+                queries, q = scratch + a.queries + t * a.D * row, a.q + b * a.q_b
+                pack_transposed(tile, context, q, a.q_h, a.q_n, a.q_d, a.D, a.scale, queries)
                 reset_tile(tile, a, scratch, context, t, columns)
                 state = tile_state(a, scratch, t)
                 lo, hi = min(lo, state.lo), max(hi, state.hi)
@@ -167,9 +168,12 @@ def forward_worker(tile):
                             begin, end = min(begin, state.begin), max(end, state.end)
                     if begin >= end:
                         continue
-                    packed_from = pack_keys(tile, a, k, near, begin - (begin - n0) % nr, end, keys)
+                    start = begin - (begin - n0) % nr
+                    packed_from = pack_keys(
+                        tile, k, a.k_n, a.k_d, a.D, a.Nk, near, start, end, keys
+                    )
                     panel = (end - begin) * nr * size
-                    pack_values(tile, a, v, whole, begin, end, values, panel)
+                    pack_values(tile, v, a.v_n, a.v_d, a.Dv, whole, begin, end, values, panel)
                     for t in range(n_tiles):
                         state = tile_state(a, scratch, t)
                         t_lo, t_hi = state.begin, state.end
@@ -381,24 +385,23 @@ def select_keys(tile, a, scratch, t, n0):
 
 
 @device
-def pack_queries(tile, a, scratch, context, t):
-    """Write the scaled queries of a tile as ``[D][lanes]``."""
+def pack_transposed(tile, context, source, stride_h, stride_n, stride_d, depth, scale, dest):
+    """Write the rows of a tile's lanes, times a scale, as ``[depth][lanes]``."""
     size, width, row = tile.itemsize, tile.W, tile.lanes * tile.itemsize
-    lane_offsets(tile, context, a.q_h, a.q_n)
-    base = a.q + context.batch * a.q_b
-    scale = splat(tile, a.scale)
+    lane_offsets(tile, context, stride_h, stride_n)
+    factor = splat(tile, scale)
     for i in range(tile.MV):
         table = context.table + 8 * i * width
-        dest = scratch + a.queries + t * a.D * row + i * width * size
+        to = dest + i * width * size
         done = 0
-        if a.q_d == size:
-            while done + width <= a.D:
-                gather_transposed(tile, tile, base + done * size, table, dest + done * row, row)
+        if stride_d == size:
+            while done + width <= depth:
+                gather_transposed(tile, tile, source + done * size, table, to + done * row, row)
                 done += width
-        for d in range(done, a.D):
-            store(dest + d * row, load_lanes(tile, tile, base + d * a.q_d, table))
-        for d in range(a.D):
-            store(dest + d * row, load(tile, dest + d * row) * scale)
+        for d in range(done, depth):
+            store(to + d * row, load_lanes(tile, tile, source + d * stride_d, table))
+        for d in range(depth):
+            store(to + d * row, load(tile, to + d * row) * factor)
 
 
 @device
@@ -423,45 +426,45 @@ def reset_tile(tile, a, scratch, context, t, columns):
 
 
 @device
-def pack_keys(tile, a, k, near, begin, end, keys):
+def pack_keys(tile, source, stride_n, stride_d, depth, n_keys, near, begin, end, dest):
     """Copy those keys that the micro-kernel does not read where they lie; return the first.
 
     It reads NR whole rows at a time: a last group of fewer rows is completed with zeros.
     """
     nr, size, width = tile.NR, tile.itemsize, tile.W
-    first = a.Nk // nr * nr if near else begin
+    first = n_keys // nr * nr if near else begin
     for n in range(first, (end + nr - 1) // nr * nr):
-        source, dest = k + n * a.k_n, keys + (n - first) * a.D * size
+        at, to = source + n * stride_n, dest + (n - first) * depth * size
         d = 0
-        if n < a.Nk and a.k_d == size:
-            while d + width <= a.D:
-                store(dest + d * size, load(tile, source + d * size))
+        if n < n_keys and stride_d == size:
+            while d + width <= depth:
+                store(to + d * size, load(tile, at + d * size))
                 d += width
-        while d < a.D:
-            write(tile, dest + d * size, read(tile, source + d * a.k_d) if n < a.Nk else 0.0)
+        while d < depth:
+            write(tile, to + d * size, read(tile, at + d * stride_d) if n < n_keys else 0.0)
             d += 1
     return first
 
 
 @device
-def pack_values(tile, a, v, whole, begin, end, values, panel):
+def pack_values(tile, source, stride_n, stride_d, depth, whole, begin, end, dest, panel):
     """Copy the columns from `whole` on in panels of NR columns, the last completed with zeros.
 
     The micro-kernel then reads each panel from its beginning to its end.
     """
     nr, size, width = tile.NR, tile.itemsize, tile.W
-    columns = (a.Dv - whole + nr - 1) // nr * nr
+    columns = (depth - whole + nr - 1) // nr * nr
     for n in range(begin, end):
-        source = v + n * a.v_n + whole * a.v_d
-        row = values + (n - begin) * nr * size
+        at = source + n * stride_n + whole * stride_d
+        row = dest + (n - begin) * nr * size
         d = 0
-        if a.v_d == size:
-            while d + width <= a.Dv - whole:
-                at = row + d // nr * panel + d % nr * size
-                store_panels(tile, at, load(tile, source + d * size), panel)
+        if stride_d == size:
+            while d + width <= depth - whole:
+                to = row + d // nr * panel + d % nr * size
+                store_panels(tile, to, load(tile, at + d * size), panel)
                 d += width
         while d < columns:
-            x = read(tile, source + d * a.v_d) if d < a.Dv - whole else 0.0
+            x = read(tile, at + d * stride_d) if d < depth - whole else 0.0
             write(tile, row + d // nr * panel + d % nr * size, x)
             d += 1
 

@@ -7,7 +7,7 @@ scalars of keys or values.
 
 from __future__ import annotations
 
-from ..lanes import outer_fma, outer_fma_visible, rescale_add_tile, store_tile, zeros
+from ..lanes import add_tile, outer_fma, outer_fma_visible, rescale_add_tile, store_tile, zeros
 from .jit import device
 
 
@@ -57,3 +57,27 @@ def add_values(tile, probs, rows, values, stride_n, stride_g, groups, alpha, des
             for n in range(rows // 4 * 4, rows):
                 acc = outer_fma(tile, acc, probs + n * row, at + n * stride_n, tile.itemsize)
         rescale_add_tile(tile, acc, dest + g * tile.NR * row, alpha)
+
+
+@device
+def add_rows(tile, wide, probs, next_probs, rows, next_rows, tiles, groups, width, dest):
+    """Add to groups of NR keys: ``dest[n] += sum_i probs[n, i] * rows[i]`` over all tiles' lanes.
+
+    This is the product turned round: the columns of `rows`, `width` of them, lie in the vectors of
+    the register tile `wide`, and the probabilities are the scalars. `next_probs` and `next_rows`
+    are bytes from one tile to the next; rows and dest are padded to whole vectors.
+    """
+    size, lanes = tile.itemsize, tile.lanes
+    row, line, step = lanes * size, width * size, wide.W * wide.MV * size
+    for g in range(groups):
+        at = g * wide.NR
+        for c in range(0, line, step):
+            acc = zeros(wide)
+            for t in range(tiles):
+                a, x = rows + t * next_rows + c, probs + t * next_probs + at * row
+                for lane in range(0, lanes, 4):
+                    acc = outer_fma(wide, acc, a + lane * line, x + lane * size, row)
+                    acc = outer_fma(wide, acc, a + (lane + 1) * line, x + (lane + 1) * size, row)
+                    acc = outer_fma(wide, acc, a + (lane + 2) * line, x + (lane + 2) * size, row)
+                    acc = outer_fma(wide, acc, a + (lane + 3) * line, x + (lane + 3) * size, row)
+            add_tile(wide, acc, dest + at * line + c, line)

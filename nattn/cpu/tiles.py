@@ -147,3 +147,61 @@ def tiles_per_task(
     share = -(-tiles * streams // (TASKS_PER_THREAD * threads))
     most = max(1, min(16, fit, share, tiles))
     return -(-tiles // -(-tiles // most))
+
+
+def wide_tile(dtype: str) -> Tile:
+    """Return the register tile of the products that have the head dimension in lanes."""
+    c = cpu()
+    width = c.vector_bytes // (4 if dtype == "float32" else 8)
+    return Tile(dtype, width, 2, 8 if c.registers >= 32 else 4)
+
+
+@functools.cache
+def backward_block(dtype: str, D: int, Dv: int) -> int:
+    """Return the number of keys in a block of the backward pass."""
+    size = 4 if dtype == "float32" else 8
+    return max(64, min(128, 128 * 1024 // (2 * (D + Dv) * size) // 64 * 64))
+
+
+def backward_layout(
+    tile: Tile, wide: Tile, block: int, tiles: int, D: int, Dv: int, areas: tuple[str, ...]
+) -> dict[str, int]:
+    """Return the byte offset of each area of `backward.AREAS`, and their size as "end"."""
+    size, lanes = tile.itemsize, tile.lanes
+    step = wide.W * wide.MV
+    columns = -(-D // tile.NR) * tile.NR
+    padded_D, padded_Dv = -(-D // step) * step, -(-Dv // step) * step
+    rows = block + tile.NR
+    bytes_of = {
+        "queries": tiles * D * lanes * size,
+        "douts": tiles * Dv * lanes * size,
+        "query_rows": tiles * lanes * padded_D * size,
+        "dout_rows": tiles * lanes * padded_Dv * size,
+        "dq_acc": tiles * columns * lanes * size,
+        "lse_rows": tiles * lanes * size,
+        "deltas": tiles * lanes * size,
+        "lane_lo": tiles * lanes * 8,
+        "lane_hi": tiles * lanes * 8,
+        "lane_head": tiles * lanes * 8,
+        "lane_row": tiles * lanes * 8,
+        "block_rows": tiles * lanes * 8,
+        "states": tiles * STATE_BYTES,
+        "probs": tiles * rows * lanes * size,
+        "dscores": tiles * rows * lanes * size,
+        "derivs": rows * lanes * size,
+        "keys": rows * D * size,
+        "values": rows * Dv * size,
+        "panels": rows * columns * size,
+        "ones": lanes * size,
+        "top": lanes * size,
+        "bounds": 2 * lanes * 4,
+        "table": lanes * 8,
+        "context": CONTEXT_BYTES,
+        "temp": tile.W * tile.W * size,
+    }
+    layout, at = {}, 0
+    for name in areas:
+        layout[name] = at
+        at += -(-bytes_of[name] // 64) * 64
+    layout["end"] = at
+    return layout
