@@ -344,14 +344,14 @@ def _head(packed, index):
     return inlined(head)
 
 
-@kernel(SIGNATURE)
-def modify(tile, source, index, packed):
-    """Give each score what a modifier makes of it.
+def _over_tile(tile, index, packed, step):
+    """Return the tile function that runs a step on every vector of a tile.
 
-    `index` is "int32", or "int64" where positions may be large; with `packed` the lanes of a tile
-    belong to several heads.
+    ``step(tile, params, outside, at, deriv, args)`` changes the vector at address `at` (and the
+    derivative, at address `deriv`) and returns it; `args` is (b, h, q_idx, kv_idx). `index` is
+    "int32", or "int64" where positions may be large; with `packed` the lanes of a tile belong to
+    several heads.
     """
-    evaluate, _ = _evaluator(source.tree, 0)
     head = _head(packed, index)
     size, width = tile.itemsize, tile.W
 
@@ -367,56 +367,46 @@ def modify(tile, source, index, packed):
             position = load_index(tile, index, c.rows + 8 * lane, c.offset)
             largest = splat(tile, -np.inf)
             for n in range(c.n_keys):
-                at = scores + n * row + lane * size
+                offset = n * row + lane * size
                 clear_outside(tile, outside)
                 key = uniform_index(tile, index, c.first_key + n)
-                args = (load_old(tile, at), batch, h, position, key)
-                s = as_score(tile, evaluate(tile, params, outside, args))
+                args = (batch, h, position, key)
+                s = step(tile, params, outside, scores + offset, deriv + offset, args)
                 bits = outside_bits(tile, outside)
                 if bits:
                     flags |= seen_outside(c, bits, lane, c.first_key + n)
-                store(at, s)
                 largest = np.where(s > largest, s, largest)
             store(c.top + lane * size, largest)
         return flags
 
     return function
+
+
+@kernel(SIGNATURE)
+def modify(tile, source, index, packed):
+    """Give each score what a modifier makes of it; for the parameters see `_over_tile`."""
+    evaluate, _ = _evaluator(source.tree, 0)
+
+    def step(tile, params, outside, at, deriv, args):
+        s = as_score(tile, evaluate(tile, params, outside, (load_old(tile, at), *args)))
+        store(at, s)
+        return s
+
+    return _over_tile(tile, index, packed, inlined(step))
 
 
 @kernel(SIGNATURE)
 def restrict(tile, source, index, packed):
-    """Hide the keys for which a mask function is false; parameters as for `modify`."""
+    """Hide the keys for which a mask function is false; for the parameters see `_over_tile`."""
     evaluate, _ = _evaluator(source.tree, 0)
-    head = _head(packed, index)
-    size, width = tile.itemsize, tile.W
 
-    def function(scores, deriv, context, params):
-        c = view(CONTEXT, context)
-        row = c.vectors * width * size
-        outside = new_outside(tile)
-        batch = uniform_index(tile, index, c.batch)
-        flags = TOPPED
-        for i in range(c.vectors):
-            lane = i * width
-            h = head(tile, c, lane)
-            position = load_index(tile, index, c.rows + 8 * lane, c.offset)
-            largest = splat(tile, -np.inf)
-            for n in range(c.n_keys):
-                at = scores + n * row + lane * size
-                clear_outside(tile, outside)
-                key = uniform_index(tile, index, c.first_key + n)
-                args = (batch, h, position, key)
-                visible = as_condition(tile, evaluate(tile, params, outside, args))
-                bits = outside_bits(tile, outside)
-                if bits:
-                    flags |= seen_outside(c, bits, lane, c.first_key + n)
-                s = np.where(visible, load_old(tile, at), splat(tile, -np.inf))
-                store(at, s)
-                largest = np.where(s > largest, s, largest)
-            store(c.top + lane * size, largest)
-        return flags
+    def step(tile, params, outside, at, deriv, args):
+        visible = as_condition(tile, evaluate(tile, params, outside, args))
+        s = np.where(visible, load_old(tile, at), splat(tile, -np.inf))
+        store(at, s)
+        return s
 
-    return function
+    return _over_tile(tile, index, packed, inlined(step))
 
 
 def user_function(name: str, tree: Tree, tile: Tile, positions: int, packed: bool) -> TileFunction:
