@@ -19,8 +19,8 @@ def backward(p, dout, out, lse, T=None, block=None, parts=None):
     f=struct.Struct(f"{len(bwd.ARGS.integers)}q{len(bwd.ARGS.reals)}d").pack
     left,right=p.window
     args=f(p.q.ctypes.data,*p.q.strides,p.k.ctypes.data,*p.k.strides,p.v.ctypes.data,*p.v.strides,dout.ctypes.data,*dout.strides,
-      lse.ctypes.data,delta.ctypes.data,dq.ctypes.data,dk.ctypes.data,dv.ctypes.data,pN,pD,pDv,p.Hq,p.Hkv,p.group,p.Nq,p.Nk,p.D,p.Dv,block,
-      0,items,parts,pb,rows,nt,T,p.q_offset.ctypes.data,p.q_lens.ctypes.data,p.kv_lens.ctypes.data,p.causal,-1 if left is None else left,-1 if right is None else right,
+      lse.ctypes.data,delta.ctypes.data,dq.ctypes.data,dk.ctypes.data,dv.ctypes.data,pN,pD,pDv,0,0,0,0,0,0,0,0,p.Hq,p.Hkv,p.group,p.Nq,p.Nk,p.D,p.Dv,block,
+      p.B,0,items,parts,pb,rows,nt,T,p.q_offset.ctypes.data,p.q_lens.ctypes.data,p.kv_lens.ctypes.data,p.causal,-1 if left is None else left,-1 if right is None else right,
       0,0,0,0,0,0,0,0,0,0,0,0,ctypes.addressof(control),-(-scratch.ctypes.data//64)*64,lay['end'],*(lay[n] for n in bwd.AREAS),p.scale,1.0)
     threads.run(bwd.backward_worker(tile,wide),args,control,workers,1e12,keep=(p,dout,out,lse,delta,dq,dk,dv,scratch,control))
     return dq.sum(0).reshape(p.B,p.Hq,p.Nq,p.D), dk[:,:,:p.Nk,:p.D], dv[:,:,:p.Nk,:p.Dv]

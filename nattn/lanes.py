@@ -786,6 +786,26 @@ def exp2_nonpositive(typingctx: Any, x: Any) -> Any:
     return x(x), lambda context, b, sig, args: elementary.exp2_nonpositive(Vector(b, args[0])).value
 
 
+@intrinsic
+def lane_of(typingctx: Any, tile: Any, x: Any, lane: Any) -> Any:
+    """Return one of the float lanes of a tile."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.extract_element(args[1], args[2])
+
+    return x.dtype(tile, x, types.int64), codegen
+
+
+@intrinsic
+def sign_bit(typingctx: Any, x: Any) -> Any:
+    """Return where float lanes have a sign bit: numbers below 0, and -0.0."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return Vector(b, args[0]).bits().cmp("<", 0).value
+
+    return x.of(types.boolean)(x), codegen
+
+
 # ---------------------------------------------------------------------------------------------
 # Making lanes, and memory
 # ---------------------------------------------------------------------------------------------
@@ -1149,16 +1169,31 @@ def scatter_transposed(
     `gather_transposed` turned round: vector c is at ``source + c * stride``, lane l writes at the
     byte address ``base + offsets[l]``, and only lanes below `count` write.
     """
+    return types.void(tile, *[types.int64] * 5), _scatter(tile, False)
+
+
+@intrinsic
+def scatter_add_transposed(
+    typingctx: Any, tile: Any, source: Any, stride: Any, base: Any, offsets: Any, count: Any
+) -> Any:
+    """Add what `scatter_transposed` would write."""
+    return types.void(tile, *[types.int64] * 5), _scatter(tile, True)
+
+
+def _scatter(tile: Any, add: bool) -> Any:
     to, width = tile.real, tile.real.width
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         vectors = [_load(b, b.add(args[1], b.mul(args[2], I64(n))), to.llvm) for n in range(width)]
         for n, row in enumerate(_transpose(b, vectors)):
             with b.if_then(b.icmp_signed("<", I64(n), args[5])):
-                _store(b, _lane_address(b, args[3], args[4], n), row)
+                at = _lane_address(b, args[3], args[4], n)
+                if add:
+                    row = (Vector(b, _load(b, at, to.llvm)) + Vector(b, row)).value
+                _store(b, at, row)
         return context.get_dummy_value()
 
-    return types.void(tile, *[types.int64] * 5), codegen
+    return codegen
 
 
 @intrinsic

@@ -31,6 +31,8 @@ from numba.core.errors import NumbaError
 from numpy.typing import NDArray
 
 from .. import functions, mods
+from ..dual import as_dual, chain, seed
+from ..dual import value as value_of
 from ..functions import Bound, Tree
 from ..lanes import (
     INDEX_BOUND,
@@ -230,21 +232,21 @@ def _words(tree: Tree) -> list[int]:
     if not isinstance(tree, Bound):
         return [word for part in tree.parts for word in _words(part)]  # type: ignore[arg-type]
     words: list[int] = []
-    for value in tree.values:
-        if isinstance(value, np.ndarray):
-            words += [value.ctypes.data, *value.shape, *value.strides]
-        elif isinstance(value, float):
-            words += struct.unpack("q", struct.pack("d", value))
+    for x in tree.values:
+        if isinstance(x, np.ndarray):
+            words += [x.ctypes.data, *x.shape, *x.strides]
+        elif isinstance(x, float):
+            words += struct.unpack("q", struct.pack("d", x))
         else:
-            words.append(int(value))
+            words.append(int(x))
     return words
 
 
-def _evaluator(tree: Tree, first: int) -> tuple[Callable[..., Any], int]:
+def _evaluator(tree: Tree, first: int, convert: Any = as_score) -> tuple[Callable[..., Any], int]:
     """Return ``f(tile, params, outside, args)`` to be compiled for a tree, and the next word.
 
     `args` is what the functions are called with, `params` the address of the words of what they
-    are bound to, from word `first` on.
+    are bound to, from word `first` on. A composition converts each score with `convert`.
     """
     if isinstance(tree, Bound):
         layout = Layout(tree.order, tuple(map(_kind, tree.values)), first)
@@ -256,13 +258,16 @@ def _evaluator(tree: Tree, first: int) -> tuple[Callable[..., Any], int]:
         return inlined(leaf), first + layout.words
     parts = []
     for part in tree.parts:
-        evaluate, first = _evaluator(part, first)  # type: ignore[arg-type]
+        evaluate, first = _evaluator(part, first, convert)  # type: ignore[arg-type]
         parts.append(evaluate)
     joined = parts[0]
     if tree.operator == "not":
         joined = _negated(joined)
     for part in parts[1:]:
-        joined = {"and": _both, "or": _either, "compose": _composed}[tree.operator](joined, part)
+        if tree.operator == "compose":
+            joined = _composed(joined, part, convert)
+        else:
+            joined = (_both if tree.operator == "and" else _either)(joined, part)
     return joined, first
 
 
@@ -296,9 +301,9 @@ def _either(f, g):
     return inlined(either)
 
 
-def _composed(f, g):
+def _composed(f, g, convert):
     def composed(tile, params, outside, args):
-        score = as_score(tile, f(tile, params, outside, args))
+        score = convert(tile, f(tile, params, outside, args))
         return g(tile, params, outside, (score, *args[1:]))
 
     return inlined(composed)
@@ -396,6 +401,21 @@ def modify(tile, source, index, packed):
 
 
 @kernel(SIGNATURE)
+def modify_and_derive(tile, source, index, packed):
+    """Do what `modify` does, and multiply the derivatives by that of the modifier."""
+    evaluate, _ = _evaluator(source.tree, 0, as_dual)
+
+    def step(tile, params, outside, at, deriv, args):
+        r = as_dual(tile, evaluate(tile, params, outside, (seed(load_old(tile, at)), *args)))
+        s = value_of(tile, r)
+        store(at, s)
+        store(deriv, chain(tile, load(tile, deriv), r))
+        return s
+
+    return _over_tile(tile, index, packed, inlined(step))
+
+
+@kernel(SIGNATURE)
 def restrict(tile, source, index, packed):
     """Hide the keys for which a mask function is false; for the parameters see `_over_tile`."""
     evaluate, _ = _evaluator(source.tree, 0)
@@ -409,7 +429,14 @@ def restrict(tile, source, index, packed):
     return _over_tile(tile, index, packed, inlined(step))
 
 
-def user_function(name: str, tree: Tree, tile: Tile, positions: int, packed: bool) -> TileFunction:
+def user_function(
+    name: str,
+    tree: Tree,
+    tile: Tile,
+    positions: int,
+    packed: bool,
+    derive: bool = False,
+) -> TileFunction:
     """Compile what a user passed as `score_mod` or `mask_mod`, and bind it.
 
     Parameters
@@ -424,13 +451,15 @@ def user_function(name: str, tree: Tree, tile: Tile, positions: int, packed: boo
         The largest magnitude of a position or key.
     packed : bool
         Whether the lanes of a tile belong to several heads.
+    derive : bool, default False
+        Of a modifier, compile what gives its derivative too.
 
     Raises
     ------
     TypeError
         If lanes cannot express it: the text names the line and the remedy.
     """
-    make = modify if name == "score_mod" else restrict
+    make = restrict if name == "mask_mod" else modify_and_derive if derive else modify
     one = Tile(tile.dtype, tile.W, 1, 1)
     index = "int32" if positions < INDEX_BOUND else "int64"
     try:
