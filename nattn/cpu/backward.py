@@ -80,8 +80,20 @@ ARGS = Struct(
         *("row_sum", "distance_sum"),
         # sizes
         *("Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "block"),
-        # items of this run: the first (item, key head), and their number; the key blocks of a part
-        *("B", "first_item", "items", "parts", "part_blocks", "rows", "tiles", "tiles_at_once"),
+        # items of this run: the first (item, key head), and their number; parts of the keys, and the
+        # address of int64 (B,): keys of one; rows and tiles of a head, groups of tiles that share
+        # one pass over the keys
+        *(
+            "B",
+            "first_item",
+            "items",
+            "parts",
+            "part_keys",
+            "rows",
+            "tiles",
+            "groups",
+            "tiles_at_once",
+        ),
         # what is visible: as in the forward pass
         *("q_offset", "q_lens", "kv_lens", "causal", "left", "right"),
         *("functions", "n_functions", "masks", "n_masks", "drops", "n_drops"),
@@ -128,8 +140,9 @@ def backward_worker(tile, wide):
             dk = a.dk + (a.first_item + item) * a.padded_Nk * a.padded_D * size
             dv = a.dv + (a.first_item + item) * a.padded_Nk * a.padded_Dv * size
             dq = a.dq + (part * a.items + item) * a.group * a.Nq * a.D * size
-            part_lo = part * a.part_blocks * block
-            part_hi = min(a.Nk, part_lo + a.part_blocks * block)
+            part_keys = read_int64(a.part_keys + 8 * b)
+            part_lo = min(a.Nk, part * part_keys)
+            part_hi = min(a.Nk, part_lo + part_keys)
             context.batch = b
             context.offset = read_int64(a.q_offset + 8 * b)
             context.vectors, context.top, context.mask = tile.MV, top, a.mask
@@ -139,13 +152,15 @@ def backward_worker(tile, wide):
 
             careful = False
             while True:
-                for first_tile in range(0, a.tiles, a.tiles_at_once):
+                for group in range(a.group * a.groups):
                     if stopped(a.control):
                         break
+                    head = kv_head * a.group + group // a.groups
+                    first_tile = group % a.groups * a.tiles_at_once
                     n_tiles, lo, hi = 0, part_hi, part_lo
                     for t in range(first_tile, min(first_tile + a.tiles_at_once, a.tiles)):
                         # What sees nothing of this part gets no place among the tiles.
-                        assign_rows(tile, a, scratch, n_tiles, kv_head * a.group, t * tile.lanes)
+                        assign_rows(tile, a, scratch, n_tiles, head, t * tile.lanes)
                         select_tile(tile, a, scratch, context, n_tiles)
                         find_ranges(tile, a, scratch, context, n_tiles)
                         state = tile_state(a, scratch, n_tiles)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..lanes import Tile
 from ..problem import Problem
+from . import backward as back
 from . import score, threads, tiles
 from .forward import ARGS, forward_worker
 
@@ -124,7 +125,7 @@ def forward(
     workers = 1 if flops < TINY else threads.thread_count()
     todo = plan(dtype, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, workers)
     workers = min(workers, todo.n_tasks)
-    bound = _tile_functions(p, todo) if extras else _NO_FUNCTIONS
+    bound = _tile_functions(p, todo.tile, todo.packed) if extras else _NO_FUNCTIONS
     scratch = _scratch.take(workers * todo.scratch_bytes + 64)
     control = threads.new_control(todo.n_tasks)
     left, right = p.window
@@ -176,11 +177,15 @@ class _Functions:
 _NO_FUNCTIONS = _Functions((0,) * 6, 0, (), ())
 
 
-def _tile_functions(p: Problem, todo: Plan) -> _Functions:
-    """Compile and bind what happens to the scores and probabilities of a call."""
-    tile = todo.tile
+def _tile_functions(p: Problem, tile: Tile, packed: bool, derive: bool = False) -> _Functions:
+    """Compile and bind what happens to the scores and probabilities of a call.
+
+    With `derive` the modifiers give their derivative too.
+    """
     far = int(np.abs(p.q_offset).max(initial=0)) + max(p.Nq, p.Nk)
-    scores = [score.user_function("score_mod", mod, tile, far, todo.packed) for mod in p.score_mods]
+    scores = [
+        score.user_function("score_mod", mod, tile, far, packed, derive) for mod in p.score_mods
+    ]
     if p.bias is not None:
         scores.append(score.operand_function(tile, p.bias))
     mask = None if p.mask is None else score.operand_function(tile, p.mask)
@@ -188,10 +193,10 @@ def _tile_functions(p: Problem, todo: Plan) -> _Functions:
         scores.append(mask)
     masks = []
     if p.mask_mod is not None:
-        masks.append(score.user_function("mask_mod", p.mask_mod, tile, far, todo.packed))
+        masks.append(score.user_function("mask_mod", p.mask_mod, tile, far, packed))
     drops = []
     if p.dropout_p > 0.0:
-        drops.append(score.drop_function(tile, p.dropout_p, p.seed, todo.packed))
+        drops.append(score.drop_function(tile, p.dropout_p, p.seed, packed))
     words: list[int] = []
     keep: list[Any] = []
     for functions in (scores, masks, drops):
@@ -217,3 +222,201 @@ def _blocks(p: Problem) -> tuple[int, ...]:
         i,
         p.block_mask.block_size,
     )
+
+
+# The backward pass
+
+MOST_SHARES = 1 << 26
+"""Bytes of shares of dq that are kept at once, if more than one key head has to be."""
+
+_pack_backward = struct.Struct(f"{len(back.ARGS.integers)}q{len(back.ARGS.reals)}d").pack
+
+
+def backward(
+    problem: Problem,
+    dout: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dlse: NDArray[Any] | None,
+    wrt: frozenset[str],
+    *,
+    progress: threads.Progress | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Return the gradients of a problem.
+
+    The keys of an item are cut into at most eight parts, by their number alone. Each part of each
+    key head is one task, which owns dk and dv there and leaves a share of dq: with one head there
+    is work for eight threads, and the price is up to eight arrays of the size of dq, of as many
+    heads at a time as `MOST_SHARES` allows. Shares are added in the order of the parts.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call, checked.
+    dout, out : ndarray
+        ``(B, Hq, Nq, Dv)`` of the problem's dtype: the gradient and the value of the output.
+    lse, dlse : ndarray
+        ``(B, Hq, Nq)``, contiguous: the log-sum-exp, and its gradient if it has one.
+    wrt : frozenset of str
+        Among "q", "k", "v", "bias", "sinks" and "alibi_slopes".
+    progress : callable, optional
+        Called now and then with the fraction that is done.
+
+    Returns
+    -------
+    dict
+        A gradient for each name: like q, k and v; of the bias ``problem.bias_shape``; ``(Hq,)``;
+        ``(B, Hq)``.
+    """
+    p = problem
+    dtype = "float32" if p.dtype.itemsize == 4 else "float64"
+    with np.errstate(all="ignore"):
+        delta = np.einsum("bhnd,bhnd->bhn", dout, out)
+        if dlse is not None:
+            delta = delta - dlse
+        delta = np.ascontiguousarray(delta)
+        found: dict[str, NDArray[Any]] = {}
+        if "sinks" in wrt:
+            found["sinks"] = _sink_gradient(p, lse, delta)
+    if not wrt - {"sinks"}:
+        return found
+    tile, wide = tiles.choose_tile(dtype, 1 << 20), tiles.wide_tile(dtype)
+    block = tiles.backward_block(dtype, p.D, p.Dv)
+    part_keys = np.array([tiles.part_keys(int(n), block) for n in p.kv_lens], np.int64)
+    counts = -(-p.kv_lens // part_keys)
+    parts = max(1, int(counts.max(initial=1)))
+    n_tiles = -(-p.Nq // tile.lanes)
+    at_once = max(1, min(TILES_AT_ONCE, n_tiles))
+    groups = -(-n_tiles // at_once)
+    layout = tiles.backward_layout(tile, wide, block, at_once, p.D, p.Dv, back.AREAS)
+    step = wide.W * wide.MV
+    padded_Nk = -(-p.Nk // 16) * 16
+    padded_D, padded_Dv = -(-p.D // step) * step, -(-p.Dv // step) * step
+
+    def made(name: str, *shape: int) -> NDArray[Any] | None:
+        return np.zeros(shape, p.dtype) if name in wrt else None
+
+    items = p.B * p.Hkv
+    dq = made("q", p.B, p.Hq, p.Nq, p.D)
+    dk = made("k", p.B, p.Hkv, padded_Nk, padded_D)
+    dv = made("v", p.B, p.Hkv, padded_Nk, padded_Dv)
+    dbias, row_sum, columns = None, None, False
+    strides = (0, 0, 0, 0)
+    one_by_one = False
+    if "bias" in wrt:
+        assert p.bias_shape is not None
+        shape = p.bias_shape
+        if shape[3] == 1 and p.Nk != 1:
+            row_sum = np.zeros((parts, p.B, p.Hq, p.Nq), p.dtype)
+        else:
+            dbias = np.zeros(shape, p.dtype)
+            columns = shape[2] == 1 and p.Nq != 1
+            strides = tuple(0 if n == 1 else s for n, s in zip(shape, dbias.strides, strict=True))
+            # Items that add to the same elements run one after the other.
+            one_by_one = shape[0] < p.B or shape[1] < p.Hq
+    distance_sum = made("alibi_slopes", parts, p.B, p.Hq, p.Nq)
+    share = parts * p.group * p.Nq * p.D * p.dtype.itemsize
+    at_a_time = 1 if one_by_one else max(1, MOST_SHARES // max(share, 1))
+    if dq is None or parts == 1:
+        at_a_time = 1 if one_by_one else max(items, 1)
+    bound = _tile_functions(p, tile, packed=False, derive=True)
+    left, right = p.window
+    pairs = float(p.group * p.Nq) * p.Nk * (10 * (p.D + p.Dv) + 100)
+    worker = back.backward_worker(tile, wide)
+    for first in range(0, items if p.Hq * p.Nq * p.Nk else 0, at_a_time):
+        count = min(at_a_time, items - first)
+        shares = None
+        if dq is not None:
+            shape = (parts, count, p.group, p.Nq, p.D)
+            shares = np.zeros(shape, p.dtype)
+        n_tasks = count * parts
+        flops = count * pairs
+        workers = min(1 if flops < TINY else threads.thread_count(), n_tasks)
+        scratch = _scratch.take(workers * layout["end"] + 64)
+        control = threads.new_control(n_tasks)
+        args = _pack_backward(
+            *(p.q.ctypes.data, *p.q.strides),
+            *(p.k.ctypes.data, *p.k.strides),
+            *(p.v.ctypes.data, *p.v.strides),
+            *(dout.ctypes.data, *dout.strides),
+            *(lse.ctypes.data, delta.ctypes.data),
+            *(_address(shares), _address(dk), _address(dv), padded_Nk, padded_D, padded_Dv),
+            *(_address(dbias), *strides, columns),
+            *(_address(row_sum), _address(distance_sum)),
+            *(p.Hq, p.Hkv, p.group, p.Nq, p.Nk, p.D, p.Dv, block),
+            *(p.B, first, count, parts, part_keys.ctypes.data),
+            *(p.Nq, n_tiles, groups, at_once),
+            *(p.q_offset.ctypes.data, p.q_lens.ctypes.data, p.kv_lens.ctypes.data),
+            *(p.causal, -1 if left is None else left, -1 if right is None else right),
+            *bound.words,
+            bound.mask,
+            *_blocks(p),
+            ctypes.addressof(control),
+            *(-(-scratch.ctypes.data // 64) * 64, layout["end"]),
+            *(layout[name] for name in back.AREAS),
+            *(p.scale, 1.0 - p.dropout_p),
+        )
+        keep = (
+            p,
+            part_keys,
+            dout,
+            lse,
+            delta,
+            shares,
+            dk,
+            dv,
+            dbias,
+            row_sum,
+            distance_sum,
+            scratch,
+        )
+        threads.run(
+            worker,
+            args,
+            control,
+            workers,
+            flops,
+            keep=(keep, scratch, control, bound),
+            progress=progress,
+        )
+        _scratch.give_back(scratch)
+        score.raise_outside(bound.names, threads.troubles(control))
+        if dq is not None and shares is not None:
+            flat = dq.reshape(items, p.group, p.Nq, p.D)[first : first + count]
+            with np.errstate(all="ignore"):
+                np.add.reduce(shares, axis=0, out=flat)
+    if dq is not None:
+        found["q"] = dq
+    if dk is not None:
+        found["k"] = np.ascontiguousarray(dk[:, :, : p.Nk, : p.D])
+    if dv is not None:
+        found["v"] = np.ascontiguousarray(dv[:, :, : p.Nk, : p.Dv])
+    with np.errstate(all="ignore"):
+        if dbias is not None:
+            found["bias"] = dbias
+        if row_sum is not None:
+            assert p.bias_shape is not None
+            total = row_sum.sum(axis=0)[..., None]
+            axes = tuple(n for n in range(3) if p.bias_shape[n] == 1 and total.shape[n] != 1)
+            found["bias"] = total.sum(axis=axes, keepdims=True) if axes else total
+        if distance_sum is not None:
+            found["alibi_slopes"] = -distance_sum.sum(axis=(0, 3))
+    return found
+
+
+TILES_AT_ONCE = 4
+"""Query tiles that share one pass over the keys in the backward pass."""
+
+
+def _address(array: NDArray[Any] | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)
+
+
+def _sink_gradient(p: Problem, lse: NDArray[Any], delta: NDArray[Any]) -> NDArray[Any]:
+    """Return the gradient of each head's sink, which has a share of the sum but no value."""
+    assert p.sinks is not None
+    exists = np.arange(p.Nq) < p.q_lens[:, None, None]
+    weight = np.exp(np.where(exists, p.sinks[None, :, None] - lse, -np.inf))
+    share = np.where(exists & (p.sinks != -np.inf)[None, :, None], -weight * delta, 0.0)
+    gradient: NDArray[Any] = share.sum(axis=(0, 2), dtype=np.float64).astype(p.dtype)
+    return gradient

@@ -209,3 +209,13 @@ def backward_layout(
         at += -(-bytes_of[name] // 64) * 64
     layout["end"] = at
     return layout
+
+
+def part_keys(kv_len: int, block: int) -> int:
+    """Return the number of keys in a part of the backward pass: whole blocks, at most eight parts.
+
+    It follows from the item's own length, not from its padding.
+    """
+    blocks = -(-kv_len // block)
+    parts = max(1, min(8, kv_len // 256))
+    return max(1, -(-blocks // parts)) * block
