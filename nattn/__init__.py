@@ -2,8 +2,17 @@
 
 from . import masks, mods
 from .api import attention
+from .blockmask import BlockMask
 from .masks import mask
 from .mods import alibi_slopes
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "alibi_slopes", "attention", "mask", "masks", "mods"]
+__all__ = [
+    "BlockMask",
+    "__version__",
+    "alibi_slopes",
+    "attention",
+    "mask",
+    "masks",
+    "mods",
+]

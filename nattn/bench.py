@@ -25,6 +25,9 @@ from .progress import Progress
 PEERS = tuple(name for name in PREPARE if name not in ("nattn", "reference"))
 """Columns of the table, where installed."""
 
+PLAIN_PEERS = tuple(name for name in PEERS if name != "flex")
+"""Peers of rows without functions of scores: FlexAttention compiles half a minute for each."""
+
 FAST_PEERS = ("torch", "openvino")
 """Peers that can be waited for where a call takes seconds."""
 
@@ -132,7 +135,7 @@ class Speed:
     case: Case
     percent: float | None = None
     times: Mapping[str, float] = field(default_factory=dict)
-    peers: tuple[str, ...] = PEERS
+    peers: tuple[str, ...] = PLAIN_PEERS
     environment: Mapping[str, str] = field(default_factory=dict)
     gflops: float | None = None
 
@@ -173,7 +176,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class Against:
-    """nattn's speed on a case in multiples of its own on another."""
+    """nattn's speed on a case in multiples of its own on another.
+
+    Calls per second, or with `by_work` operations per second, where the other one has other work.
+    """
 
     name: str
     what: str
@@ -181,6 +187,7 @@ class Against:
     other: Case
     asked: float
     threads: int | None = None  # of the other one
+    by_work: bool = False
 
     def measure(self, contestants: Field, progress: Progress) -> Result:
         """Measure the row."""
@@ -190,7 +197,9 @@ class Against:
         other.prepare(self.other)
         samplers = {"one": one.sample, "other": other.sample}
         samples = interleave(samplers, contestants.plan.rounds, progress=progress)
-        ratio = samples.ratio("other", "one") * self.case.flops() / self.other.flops()
+        ratio = samples.ratio("other", "one")
+        if self.by_work:
+            ratio *= self.case.flops() / self.other.flops()
         return Result(self.what, {"ratio": ratio}, {"ratio": self.asked}, (), samples.values)
 
 
@@ -212,31 +221,32 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Latency:
-    """Seconds that a snippet prints, each time in a new process."""
+class Snippet:
+    """A figure that a snippet prints, each time in a new process: seconds, or compilations."""
 
     name: str
     what: str
     code: str
     asked: float
     cold: bool = False
+    unit: str = "seconds"
 
     def measure(self, contestants: Field, progress: Progress) -> Result:
         """Measure the row."""
-        seconds = []
+        found = []
         rounds = 1 if self.cold else min(3, contestants.plan.rounds)
         if not self.cold:
             _run_snippet(self.code, os.environ)  # whatever is to be cached is cached now
         for turn in range(rounds):
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
                 environment = os.environ | ({"NATTN_CACHE_DIR": empty} if self.cold else {})
-                seconds.append(_run_snippet(self.code, environment))
+                found.append(_run_snippet(self.code, environment))
             progress((turn + 1) / rounds)
-        figures = {"seconds": statistics.median(seconds)}
-        return Result(self.what, figures, {"seconds": self.asked}, (), {"seconds": seconds})
+        figures = {self.unit: statistics.median(found)}
+        return Result(self.what, figures, {self.unit: self.asked}, (), {self.unit: found})
 
 
-Row = Speed | Against | Memory | Latency
+Row = Speed | Against | Memory | Snippet
 
 
 def _run_snippet(code: str, environment: Mapping[str, str]) -> float:
@@ -265,6 +275,53 @@ for _ in range(2000):
 print(statistics.median(times))
 """
 )
+
+# Users' functions. What compiles, Numba's typing of a function among its passes says.
+_MODIFIED = """
+from functools import partial
+from numba.core import event
+import nattn
+x, slopes = np.zeros((1, 1, 64, 64), 'f4'), np.ones(1, 'f4')
+
+def tilted(score, b, h, q_idx, kv_idx, table):
+    return score + table[q_idx] * np.tanh(score)
+
+def compilations(calls):
+    with event.install_recorder("numba:run_pass") as recorder:
+        calls()
+    return sum("type_inference" in entry.data["name"] for _, entry in recorder.buffer) // 2
+
+def built_in():
+    for options in (
+        {"softcap": 20.0},
+        {"alibi_slopes": slopes},
+        {"mask_mod": nattn.masks.causal},
+        {"mask_mod": partial(nattn.masks.document, doc=np.arange(64) // 9)},
+        {"dropout_p": 0.1, "seed": 1},
+    ):
+        nattn.attention(x, x, x, **options)
+"""
+_NEW = (
+    _CLOCK
+    + _MODIFIED
+    + """
+lines = "def fresh(score, b, h, q_idx, kv_idx): return np.where(q_idx < kv_idx, score, {})"
+exec(lines.format(time.time()))  # no cache has seen it
+start = clock()
+nattn.attention(x, x, x, score_mod=fresh)
+print(clock() - start)
+"""
+)
+_REBOUND = (
+    _CLOCK
+    + _MODIFIED
+    + """
+def bound(n): nattn.attention(x, x, x, score_mod=partial(tilted, table=np.ones(n, 'f4')))
+bound(64)
+print(compilations(lambda: [bound(n) for n in (64, 65, 1000)]))
+"""
+)
+_LATER = _CLOCK + _MODIFIED + "print(compilations(built_in))"
 
 LONG = 32_768
 
@@ -324,9 +381,22 @@ ROWS: tuple[Row, ...] = (
         "N=16384 D=64 window (256, 0)",
         Case(N=16_384, window=(256, 0)),
         55,
-        peers=FAST_PEERS,
+        {"flex": 2.5},
+        peers=(*FAST_PEERS, "flex"),
     ),
     Speed("mask", "N=4096 D=64 dense mask, half hidden", Case(mask="random"), 45),
+    *(
+        Speed(name, what, case, None, {"flex": 2.5}, peers=("flex",))
+        for name, what, case in (
+            ("softcap-speed", "N=4096 D=64 softcap", Case(mod="softcap")),
+            ("alibi-speed", "N=4096 D=64 ALiBi", Case(mod="ALiBi")),
+            (
+                "documents-speed",
+                "N=16384 D=64, 16 documents, BlockMask",
+                Case(N=16_384, mod="documents"),
+            ),
+        )
+    ),
     *(_X86_ROWS if platform.machine().lower() in ("x86_64", "amd64") else ()),
     Against(
         "hiding",
@@ -340,16 +410,59 @@ ROWS: tuple[Row, ...] = (
         Against(form, f"{form} inputs against contiguous ones", Case(form=form), Case(), 0.85)
         for form in ("packed", "reversed", "strided", "read-only", "unaligned")
     ),
+    Against("softcap", "softcap against none", Case(mod="softcap"), Case(), 0.85),
+    Against("alibi", "ALiBi against none", Case(mod="ALiBi"), Case(), 0.93),
+    Against(
+        "gate",
+        "a score_mod of one tanh and one np.where against none",
+        Case(mod="gate"),
+        Case(),
+        0.82,
+    ),
+    Against("dropout", "dropout against none", Case(mod="dropout"), Case(), 0.7),
+    Against(
+        "causal-mod",
+        "causal as a mask_mod with its BlockMask against causal=True",
+        Case(mod="causal"),
+        Case(causal=True),
+        0.85,
+    ),
+    Against(
+        "documents",
+        "16 documents in N=16384, with BlockMask against without",
+        Case(N=16_384, mod="documents"),
+        Case(N=16_384, mod="documents", skip=False),
+        10,
+    ),
+    Against(
+        "prefix",
+        "prefix-LM at N=16384 against no mask, for each score of a visible block",
+        Case(N=16_384, mod="prefix"),
+        Case(N=16_384),
+        0.7,
+        by_work=True,
+    ),
+    Against(
+        "local",
+        "local-plus-global at N=16384 against no mask, for each score of a visible block",
+        Case(N=16_384, mod="local"),
+        Case(N=16_384),
+        0.7,
+        by_work=True,
+    ),
     Memory(
         "memory",
         "one head, N=65536 D=64 causal: memory beyond inputs and output",
         Case(H=1, N=65_536, causal=True),
         32,
     ),
-    Latency("import", "import nattn, after import numba", _IMPORT, 0.3),
-    Latency("second", "first call in a process, kernels from the cache", _FIRST, 0.8),
-    Latency("first", "first call ever, kernels compiled", _FIRST, 6.0, cold=True),
-    Latency("tiny", "a warm call on (1, 1, 16, 64)", _WARM, 60e-6),
+    Snippet("import", "import nattn, after import numba", _IMPORT, 0.3),
+    Snippet("second", "first call in a process, kernels from the cache", _FIRST, 0.8),
+    Snippet("first", "first call ever, kernels compiled", _FIRST, 6.0, cold=True),
+    Snippet("new-mod", "first call with a new function, kernels from the cache", _NEW, 0.8),
+    Snippet("rebound", "new arrays bound to a known function", _REBOUND, 0, unit="compilations"),
+    Snippet("later", "built-ins in a later process", _LATER, 0, unit="compilations"),
+    Snippet("tiny", "a warm call on (1, 1, 16, 64)", _WARM, 60e-6),
 )
 
 QUICK = ("d64", "causal-d64", "short", "tiny")
@@ -452,7 +565,7 @@ def _number(value: float, column: str) -> str:
         return f"{value:.1f} MiB"
     if column == "% of peak":
         return f"{value:.0f}%"
-    return f"{value:.0f}" if column == "GFLOP/s" else f"{value:.2f}"
+    return f"{value:.0f}" if column in ("GFLOP/s", "compilations") else f"{value:.2f}"
 
 
 def _grid(head: list[str], cells: list[list[str]], markdown: bool) -> str:

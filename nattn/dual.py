@@ -189,6 +189,7 @@ RULES: dict[str, Rule | None] = {
     "neg": lambda z, x, dx: -dx,
     "pos": lambda z, x, dx: dx,
     "abs": _abs,
+    "square": lambda z, x, dx: dx * (x + x),
     "sqrt": lambda z, x, dx: dx / (z + z),
     "exp": lambda z, x, dx: dx * z,
     "exp2": lambda z, x, dx: dx * (z * math.log(2)),

@@ -428,17 +428,18 @@ _TANH_ONE = 9.3
 def _tanh_float32(x: Vector) -> Vector:
     """tanh x = 2 u / (1 + u**2) = a b / ((b - |a|/2)**2 + |a| b) with u = tanh(x/2) = (a/2) / b.
 
-    Near 1 that forgives errors in u, so a rational function of low degree does; it cannot exceed
-    1, and is 1 where (b - |a|/2)**2 is too small to be added. a and b are first x and 1: what is
-    added to them is small where the errors count.
+    Near 1 that forgives errors in u, so a rational function of low degree does, and the square
+    vanishes beside |a| b. a is x and b, d and d's square are 1 with something added that is small
+    where its own rounding would count. No float32 gives more than 1 (all were tried).
     """
     x = _clamp(x, -_TANH_ONE, _TANH_ONE)
     z = x * x
     a = (x * z).fma(z.poly(_TANH_P), x)
     t = z * z.poly(_TANH_Q)  # b - 1
     ab = a.fma(t, a)
-    d = a.abs().fma(-0.5, t) + 1.0
-    return ab / d.fma(d, ab.abs())
+    g = a.abs().fma(-0.5, t)
+    d = g + 1.0
+    return ab / (d + d.fma(g, ab.abs()))
 
 
 def _log_reduced(y: Vector) -> tuple[Vector, Vector]:
@@ -554,12 +555,16 @@ def _log2_pair(x: Vector) -> _Pair:
     s = _Pair(head, ((f - head * divisor) - head * (m - (divisor - 1.0))) * over)
     z = s.times(s)
     w = z.times(_Pair(*map(x.const, _LOG2_1)))
-    rest = w.tail + z.head * z.head * (z.head + z.tail).poly(_LOG2) + _LOG2_0[1]
-    log2_m = s.times(_Pair.of(w.head + _LOG2_0[0], rest))
-    # The sum with e is exact in two parts, since |e| is 0 or larger.
-    e = _to_float(e, x) - added
-    high = e + log2_m.head
-    return _Pair.of(high, (log2_m.head - (high - e)) + log2_m.tail)
+    short = z.head + z.tail
+    rest = w.tail + short * short * short.poly(_LOG2) + _LOG2_0[1]
+    log2_m = s.times(_add_to(x.const(_LOG2_0[0]), _Pair(w.head, rest)))
+    return _add_to(_to_float(e, x) - added, log2_m)
+
+
+def _add_to(x: Vector, y: _Pair) -> _Pair:
+    """Return x + y where x is 0 or the larger: the sum with the head is exact in two parts."""
+    high = x + y.head
+    return _Pair.of(high, (y.head - (high - x)) + y.tail)
 
 
 def _power_float64(x: Vector, y: Vector) -> Vector:
@@ -626,6 +631,19 @@ def int_power(x: Vector, n: Vector) -> Vector:
     # Of 1 and -1 the powers alternate as those with n's last bits do.
     unit = x.cmp("==", 1) | x.cmp("==", -1)
     return (n.cmp("<", 0) & ~unit).where(0, following[0])
+
+
+def constant_power(x: Vector, n: int) -> Vector:
+    """x**n for an n that is known when this is compiled: as products where those are as good.
+
+    Each factor adds half a unit in the last place to the error. Of `int_power` the compiler
+    leaves just the products.
+    """
+    if not x.is_float:
+        return int_power(x, x.const(n))
+    square = x * x
+    products = {-1: x.const(1.0) / x, 1: x, 2: square, 3: square * x, 4: square * square}
+    return products[n] if n in products else power(x, x.const(n))
 
 
 # pi/2 in parts of 33 bits, whose products with an integer below 2**20 are exact, and the rest.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import inspect
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import children
 import numpy as np
 import pytest
-from cases import CASES, Case, check, qkv
+from cases import CASES, Case, check, gate, in_step, qkv, thin
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -278,7 +279,10 @@ def calls(draw: st.DrawFn) -> tuple[list[np.ndarray], dict[str, Any]]:
     kinds = st.sampled_from(KINDS)
     arrays = [_view(x, draw(kinds)) if x.size else x for x in arrays]
     options: dict[str, Any] = {"causal": draw(st.booleans())}
-    item = st.integers(-(2**70), 2**70) | st.integers(-300, 300)
+    modified = draw(st.booleans())
+    item = st.integers(-300, 300)
+    if not modified:  # far away a slope times the distance has no digits left to compare
+        item |= st.integers(-(2**70), 2**70)
     if draw(st.booleans()):
         options["q_offset"] = draw(item | st.lists(item, min_size=B, max_size=B))
     if draw(st.booleans()):
@@ -298,7 +302,28 @@ def calls(draw: st.DrawFn) -> tuple[list[np.ndarray], dict[str, Any]]:
             options[name] = _view(x, draw(kinds)) if x.ndim == 4 and x.size else x
     if draw(st.booleans()):
         options["scale"] = draw(st.floats(-2, 2, width=32))
+    if modified:
+        options |= draw(modifiers(B, Hkv * group))
     return arrays, options
+
+
+@st.composite
+def modifiers(draw: st.DrawFn, B: int, Hq: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"softcap": draw(st.none() | st.floats(0.5, 50))}
+    numbers = st.floats(-3, 3, width=16)
+    if draw(st.booleans()):
+        options["alibi_slopes"] = draw(st.lists(numbers, min_size=Hq, max_size=Hq))
+    if draw(st.booleans()):
+        sink = numbers | st.sampled_from([-np.inf, 40.0])
+        options["sinks"] = draw(st.lists(sink, min_size=Hq, max_size=Hq))
+    if draw(st.booleans()):
+        options["score_mod"] = draw(st.sampled_from([thin, functools.partial(gate, gain=0.75)]))
+    if draw(st.booleans()):
+        options["mask_mod"] = functools.partial(in_step, step=draw(st.integers(1, 5)))
+    if draw(st.booleans()):
+        options["dropout_p"] = draw(st.floats(0, 1, exclude_max=True, width=16))
+        options["seed"] = draw(st.integers(0, 2**64 - 1))
+    return options
 
 
 @given(call=calls())

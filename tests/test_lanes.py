@@ -9,7 +9,10 @@ from __future__ import annotations
 import ctypes
 import decimal
 import functools
+import itertools
 import math
+import operator
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +29,7 @@ from numpy.typing import NDArray
 
 from nattn import lanes
 from nattn.cpu import tiles
-from nattn.lanes import Lanes, Struct, Tile, view
+from nattn.lanes import Lanes, Layout, Struct, Tile, view
 
 Array = NDArray[Any]
 
@@ -44,12 +47,22 @@ dtype_of_each_kind = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
 def _load_as(typingctx: Any, tile: Any, kind: Any, address: Any) -> Any:
-    """Load lanes of a kind given by name; booleans lie in bytes."""
-    name = kind.literal_value
-    to = tile.real if name == "real" else tile.real.of(getattr(types, name))
+    """Load lanes of a kind given by name; booleans lie in bytes.
+
+    "narrow" is int32 from a memory of int64, known to be at most `lanes.INDEX_BOUND`. A name after
+    "one " means one number for all lanes.
+    """
+    *one, name = kind.literal_value.split(" ")
+    to = tile.real if not one else Lanes(tile.real.dtype, 1)
+    if name == "narrow":
+        to = to.of(types.int32, lanes.INDEX_BOUND)
+    elif name != "real":
+        to = to.of(types.boolean if name == "bool" else getattr(types, name))
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        if name != "boolean":
+        if name == "narrow":
+            return b.trunc(lanes._load(b, args[2], ir.VectorType(lanes.I64, to.width)), to.llvm)
+        if name != "bool":
             return lanes._load(b, args[2], to.llvm)
         stored = ir.VectorType(ir.IntType(8), to.width)
         return b.icmp_signed(
@@ -62,7 +75,7 @@ def _load_as(typingctx: Any, tile: Any, kind: Any, address: Any) -> Any:
 def _store_each(typingctx: Any, address: Any, pitch: Any, results: Any) -> Any:
     """Store every lanes value of a tuple, `pitch` bytes apart.
 
-    Before it in memory goes an int64 that tells its kind, after the last one a -1.
+    Before it in memory go two int32, its kind and its width; after the last one comes a -1.
     """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -72,7 +85,7 @@ def _store_each(typingctx: Any, address: Any, pitch: Any, results: Any) -> Any:
             value = b.extract_value(args[2], n)
             if ty.dtype == types.boolean:
                 value = b.zext(value, ir.VectorType(ir.IntType(8), ty.width))
-            lanes._store(b, at, lanes.I64(KINDS.index(str(ty.dtype))))
+            lanes._store(b, at, lanes.I64(KINDS.index(str(ty.dtype)) + (ty.width << 32)))
             lanes._store(b, b.add(at, lanes.I64(8)), value)
             at = b.add(at, args[1])
         lanes._store(b, at, lanes.I64(-1))
@@ -95,7 +108,7 @@ def real_arithmetic(x: Any, y: Any, s: Any, k: Any) -> Any:
         *(x + y, x - y, x * y, x / y, x // y, x % y),
         *(x + s, s + x, x - s, s - x, x * s, s * x, x / s, s / x, x // s, s // x, x % s, s % x),
         *(x + k, k - x, x * k, k / x, x // k, k % x, x + 1, 2.5 - x, x * True, False + x),
-        *(-x, abs(x), np.abs(x), np.sqrt(x)),
+        *(-x, +x, abs(x), np.abs(x), np.sqrt(x), np.float32(x), np.float64(x)),
     )
 
 
@@ -107,6 +120,7 @@ def real_selection(x: Any, y: Any, s: Any, k: Any) -> Any:
         *(np.where(x < y, x, y), np.where(x < y, s, x), np.where(x < y, x, k)),
         *(np.where(x < y, s, k), np.where(x < y, k, s), np.where(x < y, x < s, y)),
         *(np.where(x < y, True, x), np.where(x < y, x, False), np.where(x < y, 0.5, True)),
+        *(np.clip(x, -1, 2.5), np.clip(s, x, y), np.clip(x, y, k), np.clip(k, s, x)),
     )
 
 
@@ -123,29 +137,57 @@ def real_in_place(x: Any, y: Any, s: Any, k: Any) -> Any:
     return a, b, c, d, e, f, g, h
 
 
+def real_in_loops(x: Any, y: Any, s: Any, k: Any) -> Any:
+    """Assign what begins as a number, or as lanes of another type."""
+    a, b, c, d, e = 0.0, 1, s, k, x
+    for n in range(3):
+        a = a + x
+        b = b * y
+        c = np.where(x < y, c, y)
+        d = d - x * n
+        e = min(e, y)
+    return a, b, c, d, e
+
+
 def comparison(x: Any, y: Any, s: Any, k: Any) -> Any:
     return (
         *(x < y, x <= y, x > y, x >= y, x == y, x != y),
         *(x < s, x <= s, x > s, x >= s, x == s, x != s),
         *(s < x, s <= x, s > x, s >= x, s == x, s != x),
         *(x < k, x <= k, x > k, x >= k, k == x, k != x, x == True, x < 1),  # noqa: E712
+        *(np.logical_and(x, y), np.logical_or(x, s), np.logical_not(x), np.logical_or(k, x)),
+    )
+
+
+def integer_selection(x: Any, y: Any, s: Any, k: Any) -> Any:
+    """Return what is no larger than the arguments: of their own width."""
+    a = b = c = d = x
+    e = f = x
+    a %= y
+    b &= y
+    c |= y
+    d ^= y
+    for _ in range(2):
+        e = min(e, y)
+        f = f ^ (y & 5)
+    return (
+        *(x % y, x & y, x | y, x ^ y, a, b, c, d, e, f, ~x, x % 7, x & 255, x | True),
+        *(min(x, y), max(x, y), np.minimum(x, y), np.maximum(x, y), np.where(x < y, x, y)),
+        *(min(x, -2147483648), max(2147483647, x), np.where(x < y, -5, y), np.clip(x, -9, y)),
     )
 
 
 def integer_arithmetic(x: Any, y: Any, s: Any, k: Any) -> Any:
-    a = b = c = d = e = f = g = x
+    """Return what can exceed the arguments: 64 bits wide whatever they are, where they are full."""
+    a = b = c = x
+    d, e = 0, x
     a += y
     b -= y
     c //= y
-    d %= y
-    e &= y
-    f |= y
-    g ^= y
-    return (
-        *(x + y, x - y, x // y, x % y, x & y, x | y, x ^ y, a, b, c, d, e, f, g),
-        *(-x, ~x, abs(x), np.abs(x)),
-        *(min(x, y), max(x, y), np.minimum(x, y), np.maximum(x, y), np.where(x < y, x, y)),
-    )
+    for _ in range(3):
+        d = d + x
+        e = e - y
+    return x + y, x - y, x // y, -x, abs(x), np.abs(x), x + 1, 1 - x, x // -1, a, b, c, d, e
 
 
 def wide_arithmetic(x: Any, y: Any, s: Any, k: Any) -> Any:
@@ -154,9 +196,30 @@ def wide_arithmetic(x: Any, y: Any, s: Any, k: Any) -> Any:
     a *= y
     b += k
     return (
-        *(x * y, x * k, k * x, x * x, a, b, x + 1, 1 - x),
+        *(x * y, x * k, k * x, x * x, a, b, x * 2, True - x * 3),
         *(x + k, k - x, x // k, k // x, x % k, k % x, x & k, k | x, x ^ k),
         *(min(x, k), max(k, x), np.minimum(x, k), np.maximum(k, x), np.where(x < y, k, x)),
+        *(np.clip(x, k, y), np.clip(k, x, y)),
+    )
+
+
+def beyond_arithmetic(x: Any, y: Any, s: Any, k: Any) -> Any:
+    """Meet literals that an int32 just does not hold."""
+    return (
+        *(x + 2147483648, x - 2147483648, 2147483648 - x, x * 2147483648),
+        *(x // 2147483648, x % 2147483648, x & 2147483648, x | 2147483648, x ^ 2147483648),
+        *(min(x, 2147483648), np.maximum(2147483648, x), np.where(x < y, x, 2147483648)),
+        *(x // -2147483649, x % -2147483649, max(x, -2147483649), np.clip(x, 0, 2147483648)),
+    )
+
+
+def shift(x: Any, y: Any, s: Any, k: Any) -> Any:
+    a = b = x
+    a <<= y
+    b >>= y
+    return (
+        *(x << y, x >> y, a, b, x << k, x >> k, k << x, k >> x),
+        *(x << 3, x >> 3, x << 63, x >> 63, x << 64, x >> 64, x << -1, x >> -1, 1 << y, -5 >> y),
     )
 
 
@@ -164,9 +227,13 @@ def integer_as_real(x: Any, y: Any, s: Any, k: Any) -> Any:
     """Return what makes floats of integers: the kernel's own floats, whatever the scalar's are."""
     a = x
     a /= y
+    b = 0.0
+    for _ in range(2):
+        b = b + x
     return (
-        *(x / y, x / k, k / x, x + s, s - x, x * s, s / x, x // s, s % x, a),
-        *(np.sqrt(x), min(x, s), np.maximum(s, x), np.where(x < s, x, s)),
+        *(x / y, x / k, k / x, x + s, s - x, x * s, s / x, x // s, s % x, a, b),
+        *(np.sqrt(x), min(x, s), np.maximum(s, x), np.where(x < s, x, s), np.clip(x, s, k)),
+        *(np.float32(x), np.float64(x)),
     )
 
 
@@ -174,35 +241,70 @@ def integer_comparison(x: Any, y: Any, s: Any, k: Any) -> Any:
     return (
         *(x < y, x <= y, x > y, x >= y, x == y, x != y),
         *(x < k, k <= x, x > k, k >= x, x == k, k != x),
+        *(x < 2147483648, x >= 2147483648, x > -2147483648, x == 2147483648, x != -2147483649),
+        *(np.logical_and(x, y), np.logical_or(x, k), np.logical_not(x)),
+    )
+
+
+def narrow_arithmetic(x: Any, y: Any, s: Any, k: Any) -> Any:
+    """Return what stays in 32 bits, since indices are known to be small."""
+    a = x
+    a += y
+    return (
+        *(x - y, x + y, x + 5, 5 - x, abs(x - y), x % 7, x // 3, x // y, x % y, 2 * x, x * -7),
+        *(-x, +x, np.abs(x), (x - y) * 3, x + y - (y - x), a, x + True, x // 8 % 5, x & 7, ~x),
+        *(min(x, y) + 1, np.maximum(x, 3) - y, np.where(x < y, x, y) - 9, np.clip(y - x, -4, 4)),
+        *(x * (x < y), (x < y) + x),
+    )
+
+
+def narrow_products(x: Any, y: Any, s: Any, k: Any) -> Any:
+    """Return what need not fit 32 bits."""
+    a, b = x, x
+    for _ in range(40):
+        a = a + x
+        b = b * 3
+    return (
+        *((x - y) * (x - y), x * x, x * 4096, x * 8, 4 * (x - y), x + 2147483647, x * y, a, b),
+        *((x & 7) + 1, x - k, (x - y) * k, x << 2, (x - y) >> 1, x // k),
     )
 
 
 def boolean(x: Any, y: Any, s: Any, k: Any) -> Any:
-    a = b = c = x
+    a = b = c = d = x
     a &= y
     b |= y
     c ^= y
+    for _ in range(2):
+        d = d & ~y
     return (
-        *(x & y, x | y, x ^ y, ~x, a, b, c, x == y, x != y, x < y, x >= y),
+        *(x & y, x | y, x ^ y, ~x, a, b, c, d, x == y, x != y, x < y, x >= y),
         *(x & True, False | x, x ^ True, np.where(x, y, x), np.where(x, False, y)),
         *(np.where(x, True, False), np.where(x, y, True), x == (k != 0)),
+        *(np.logical_and(x, y), np.logical_or(x, True), np.logical_not(x), np.logical_and(k, x)),
     )
 
 
 def boolean_as_integer(x: Any, y: Any, s: Any, k: Any) -> Any:
     """Return what counts booleans as 0 and 1."""
     return (
-        *(x + y, x - y, x // y, x % y, -x, abs(x), min(x, y), max(x, y)),
-        *(np.minimum(x, y), np.maximum(x, y)),
+        *(x + y, x - y, x * y, x // y, x % y, -x, +x, abs(x), min(x, y), max(x, y)),
+        *(np.minimum(x, y), np.maximum(x, y), x + 1, 5 - x, x * 3, x + x + y, x & 1, x | 6),
     )
 
 
 def boolean_as_wide(x: Any, y: Any, s: Any, k: Any) -> Any:
-    return x * y, x + k, k - x, x & k, k ^ x, np.where(x != 0, k, 7), np.where(x != 0, y, k)
+    return (
+        *(x + k, k - x, x & k, k ^ x, np.where(x != 0, k, 7), np.where(x != 0, y, k)),
+        *(x << y, x >> y, x << 5),
+    )
 
 
 def boolean_as_real(x: Any, y: Any, s: Any, k: Any) -> Any:
-    return x / y, x + s, s * x, np.where(x != 0, s, 1.5), np.where(x != 0, s, y), np.sqrt(x)
+    return (
+        *(x / y, x + s, s * x, np.where(x != 0, s, 1.5), np.where(x != 0, s, y), np.sqrt(x)),
+        np.float32(x),
+    )
 
 
 @dataclass(frozen=True)
@@ -222,19 +324,28 @@ COMPARISONS = [
     Comparison(real_arithmetic, "real", "real", "real"),
     Comparison(real_selection, "real", "real", "real"),
     Comparison(real_in_place, "real", "real", "real"),
+    Comparison(real_in_loops, "real", "real", "real"),
     Comparison(comparison, "real", "real", "bool"),
-    Comparison(integer_arithmetic, "int32", "int32", "int32"),
-    Comparison(wide_arithmetic, "int32", "int64", "int64"),
     Comparison(integer_as_real, "int32", "real", "real"),
+    Comparison(integer_as_real, "int64", "real", "real"),
+    Comparison(boolean_as_real, "bool", "real", "real"),
+    Comparison(integer_selection, "int32", "int64", "int32"),
+    Comparison(integer_arithmetic, "int32", "int64", "int64"),
+    Comparison(wide_arithmetic, "int32", "int64", "int64"),
+    Comparison(beyond_arithmetic, "int32", "int64", "int64"),
+    Comparison(shift, "int32", "int64", "int64"),
     Comparison(integer_comparison, "int32", "int64", "bool"),
+    Comparison(narrow_arithmetic, "narrow", "int64", "int32"),
+    Comparison(narrow_products, "narrow", "int64", "int64"),
+    Comparison(integer_selection, "int64", "int64", "int64"),
     Comparison(integer_arithmetic, "int64", "int64", "int64"),
     Comparison(wide_arithmetic, "int64", "int64", "int64"),
-    Comparison(integer_as_real, "int64", "real", "real"),
+    Comparison(beyond_arithmetic, "int64", "int64", "int64"),
+    Comparison(shift, "int64", "int64", "int64"),
     Comparison(integer_comparison, "int64", "int64", "bool"),
     Comparison(boolean, "bool", "bool", "bool"),
-    Comparison(boolean_as_integer, "bool", "int32", "int32"),
+    Comparison(boolean_as_integer, "bool", "int64", "int32"),
     Comparison(boolean_as_wide, "bool", "int64", "int64"),
-    Comparison(boolean_as_real, "bool", "real", "real"),
 ]
 MOST_RESULTS = 40
 REAL = [n for n, c in enumerate(COMPARISONS) if "real" in (c.lanes, c.result)]
@@ -247,6 +358,9 @@ SCALARS = [(0.75, 3), (-2.5, -1), (math.nan, 0), (-0.0, np.iinfo("i8").min), (ma
 ALL_PAIRS = 1600
 """A multiple of every width, and at least every pair of the values below."""
 
+MEMORY = ("float32", "float64", "int32", "int64", "narrow", "bool")
+"""What operands lie in memory, in this order."""
+
 
 @functools.cache
 def operands(kind: str) -> Array:
@@ -254,9 +368,12 @@ def operands(kind: str) -> Array:
     some: list[Any]
     if kind == "bool":
         values = np.array([False, True])
+    elif kind == "narrow":
+        some = [0, 1, 2, 3, 7, 8, 100, 46341, 65537, lanes.INDEX_BOUND - 1, lanes.INDEX_BOUND]
+        values = np.array([*some, *(-x for x in some)])
     elif kind.startswith("int"):
         end = np.iinfo(kind)
-        some = [0, 1, 2, 3, 7, 8, 46341, 2**20 + 1, 2**31 - 1, end.max // 2]
+        some = [0, 1, 2, 3, 7, 8, 31, 64, 46341, 2**20 + 1, 2**31 - 1, end.max // 2]
         values = np.array([*some, *(-x for x in some), end.max, end.min, end.min + 1], kind)
     else:
         f = np.finfo(kind)
@@ -272,60 +389,23 @@ def real(kind: str, dtype: str) -> str:
     return dtype if kind == "real" else kind
 
 
+def spread(x: Array, W: int) -> Array:
+    """Give all lanes of each vector what the first one has."""
+    return np.repeat(x[::W], W)
+
+
 @functools.cache
-def numpy_results(n: int, scalars: int, dtype: str) -> list[Array]:
+def numpy_results(n: int, scalars: int, dtype: str, x_step: int = 1, y_step: int = 1) -> Any:
     """Evaluate a comparison's function lane by lane on NumPy's scalars."""
     c = COMPARISONS[n]
     s, k = SCALARS[scalars]
     number = np.dtype(dtype).type if c.numpy == "real" else np.int64
     with np.errstate(all="ignore"):
-        x, y = operands(real(c.lanes, dtype)).astype(real(c.numpy, dtype))
+        pair = operands(real(c.lanes, dtype)).astype(real(c.numpy, dtype))
+        x, y = spread(pair[0], x_step), spread(pair[1], y_step)
         arguments = np.dtype(dtype).type(s), number(k)
-        rows = [c.function(*pair, *arguments) for pair in zip(x, y, strict=True)]
+        rows = [c.function(*xy, *arguments) for xy in zip(x, y, strict=True)]
     return [np.array(column).astype(real(c.result, dtype)) for column in zip(*rows, strict=True)]
-
-
-def operations(tile: Tile, chosen: list[int]) -> Callable[..., None]:
-    """Compile the chosen comparisons for a tile: REAL or INTEGER."""
-    W, size, pitch = tile.W, tile.itemsize, 8 + 8 * tile.W
-    step = pitch * MOST_RESULTS
-    f = [numba.njit(c.function, inline="always") for c in COMPARISONS]
-    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15 = f
-
-    def run_real(n: int, x: Any, i: Any, j: Any, p: Any, s: float, k: int, out: int) -> None:
-        for m in range(0, n, W):
-            x0, x1 = load_as(tile, "real", x + m * size), load_as(tile, "real", x + (n + m) * size)
-            store_each(out, pitch, f0(x0, x1, s, k))
-            store_each(out + step, pitch, f1(x0, x1, s, k))
-            store_each(out + 2 * step, pitch, f2(x0, x1, s, k))
-            store_each(out + 3 * step, pitch, f3(x0, x1, s, k))
-            i0, i1 = load_as(tile, "int32", i + m * 4), load_as(tile, "int32", i + (n + m) * 4)
-            store_each(out + 4 * step, pitch, f6(i0, i1, s, k))
-            j0, j1 = load_as(tile, "int64", j + m * 8), load_as(tile, "int64", j + (n + m) * 8)
-            store_each(out + 5 * step, pitch, f10(j0, j1, s, k))
-            p0, p1 = load_as(tile, "boolean", p + m), load_as(tile, "boolean", p + n + m)
-            store_each(out + 6 * step, pitch, f15(p0, p1, s, k))
-            out += 7 * step
-
-    def run_integer(n: int, x: Any, i: Any, j: Any, p: Any, s: float, k: int, out: int) -> None:
-        for m in range(0, n, W):
-            i0, i1 = load_as(tile, "int32", i + m * 4), load_as(tile, "int32", i + (n + m) * 4)
-            store_each(out, pitch, f4(i0, i1, s, k))
-            store_each(out + step, pitch, f5(i0, i1, s, k))
-            store_each(out + 2 * step, pitch, f7(i0, i1, s, k))
-            j0, j1 = load_as(tile, "int64", j + m * 8), load_as(tile, "int64", j + (n + m) * 8)
-            store_each(out + 3 * step, pitch, f8(j0, j1, s, k))
-            store_each(out + 4 * step, pitch, f9(j0, j1, s, k))
-            store_each(out + 5 * step, pitch, f11(j0, j1, s, k))
-            p0, p1 = load_as(tile, "boolean", p + m), load_as(tile, "boolean", p + n + m)
-            store_each(out + 6 * step, pitch, f12(p0, p1, s, k))
-            store_each(out + 7 * step, pitch, f13(p0, p1, s, k))
-            store_each(out + 8 * step, pitch, f14(p0, p1, s, k))
-            out += 9 * step
-
-    run = {7: run_real, 9: run_integer}[len(chosen)]
-    signature = types.void(*[types.int64] * 5, types.float64, types.int64, types.int64)
-    return jit(run, signature)
 
 
 def jit(function: Callable[..., Any], *signature: Any) -> Callable[..., Any]:
@@ -333,32 +413,82 @@ def jit(function: Callable[..., Any], *signature: Any) -> Callable[..., Any]:
     return compiled
 
 
-def compare(tile: Tile, chosen: list[int]) -> None:
-    run = operations(tile, chosen)
+def step(
+    tile: Tile, c: Comparison, x_one: str, y_one: str, before: Callable[..., int]
+) -> Callable[..., int]:
+    """Return a function that runs those before it, and then one comparison."""
+    function = jit(c.function)
+    kind, pitch = c.lanes, 8 + 8 * tile.W
+    x_kind, y_kind = x_one + kind, y_one + kind
+    slot = MEMORY.index(real(kind, tile.dtype))
+    size = 8 if kind == "narrow" else np.dtype(real(kind, tile.dtype)).itemsize
+
+    def run(n: int, m: int, operands: int, s: float, k: int, out: int) -> int:
+        out = before(n, m, operands, s, k, out)
+        at = lanes.read_int64(operands + 8 * slot)
+        x = load_as(tile, x_kind, at + m * size)
+        y = load_as(tile, y_kind, at + (n + m) * size)
+        store_each(out, pitch, function(x, y, s, k))
+        return out + pitch * MOST_RESULTS
+
+    return jit(run)
+
+
+def operations(tile: Tile, chosen: list[int], x_one: str, y_one: str) -> Callable[..., None]:
+    """Compile the chosen comparisons for a tile into one function."""
     W = tile.W
-    x, i, j, p = (operands(kind) for kind in (tile.dtype, "int32", "int64", "bool"))
+
+    def first(n: int, m: int, operands: int, s: float, k: int, out: int) -> int:
+        return out
+
+    all_of_them = jit(first)
+    for n in chosen:
+        all_of_them = step(tile, COMPARISONS[n], x_one, y_one, all_of_them)
+
+    def run(n: int, operands: int, s: float, k: int, out: int) -> None:
+        for m in range(0, n, W):
+            out = all_of_them(n, m, operands, s, k, out)
+
+    return jit(run, types.void(*[types.int64] * 2, types.float64, types.int64, types.int64))
+
+
+def compare(
+    tile: Tile, chosen: list[int], x_one: str = "", y_one: str = "", scalars: Any = None
+) -> None:
+    """Compare lanes with NumPy; "one " makes x or y a number that is the same in all lanes."""
+    run = operations(tile, chosen, x_one, y_one)
+    W = tile.W
+    memory = [operands(kind) for kind in MEMORY]
+    addresses = np.array([x.ctypes.data for x in memory])
     out = np.zeros((ALL_PAIRS // W, len(chosen), MOST_RESULTS, 8 + 8 * W), np.uint8)
-    for scalars, (s, k) in enumerate(SCALARS):
+    steps = (W if x_one else 1), (W if y_one else 1)
+    width = 1 if x_one and y_one else W
+    for scalar in range(len(SCALARS)) if scalars is None else scalars:
+        s, k = SCALARS[scalar]
         out[...] = 0
-        run(ALL_PAIRS, *(a.ctypes.data for a in (x, i, j, p)), s, k, out.ctypes.data)
+        run(ALL_PAIRS, addresses.ctypes.data, s, k, out.ctypes.data)
         for slot, n in enumerate(chosen):
             c = COMPARISONS[n]
-            expected = numpy_results(n, scalars, tile.dtype)
-            kinds = out[0, slot, : len(expected) + 1, :8].copy().view(np.int64).ravel()
+            expected = numpy_results(n, scalar, tile.dtype, *steps)
+            kinds = out[0, slot, : len(expected) + 1, :8].copy().view(np.int32).reshape(-1, 2)
             kind = real(c.result, tile.dtype)
-            assert list(kinds) == [KINDS.index(kind)] * len(expected) + [-1], c
-            size = np.dtype(kind).itemsize * W
+            wanted_kind = (KINDS.index(kind), width)
+            found = [tuple(map(int, pair)) for pair in kinds]
+            assert found == [wanted_kind] * len(expected) + [(-1, -1)], c
+            size = np.dtype(kind).itemsize * width
             for m, wanted in enumerate(expected):
-                got = out[:, slot, m, 8 : 8 + size].copy().view(kind).ravel()
+                got = out[:, slot, m, 8 : 8 + size].copy().view(kind)
+                got = np.repeat(got, W // width, axis=1).ravel()
                 bad = (got != wanted) & ((got == got) | (wanted == wanted))
                 if kind == tile.dtype and c.function is not real_selection:
                     # Which of two zeros a selection returns is left open.
                     bad |= (np.signbit(got) != np.signbit(wanted)) & (wanted == wanted)
                 at = int(bad.argmax())
+                x, y = operands(real(c.lanes, tile.dtype))
                 assert not bad.any(), (
                     f"{c.function.__name__} of {c.lanes}, result {m}, "
-                    f"x = {operands(real(c.lanes, tile.dtype))[0, at]!r}, "
-                    f"y = {operands(real(c.lanes, tile.dtype))[1, at]!r}, s = {s}, k = {k}: "
+                    f"x = {spread(x, steps[0])[at]!r}, "
+                    f"y = {spread(y, steps[1])[at]!r}, s = {s}, k = {k}: "
                     f"{got[at]!r}, and NumPy {wanted[at]!r}"
                 )
 
@@ -373,30 +503,218 @@ def test_integers_and_booleans(W: int) -> None:
     compare(Tile("float32", W, 1, 1), INTEGER)
 
 
+ONES = [("one ", ""), ("", "one "), ("one ", "one ")]
+
+
+@pytest.mark.parametrize("ones", ONES, ids=["x", "y", "both"])
+@pytest.mark.parametrize(
+    ("tile", "chosen"),
+    [(Tile("float32", 8, 1, 1), REAL), (Tile("float64", 4, 1, 1), INTEGER)],
+    ids=["real", "integer"],
+)
+def test_a_number_that_stands_for_all_lanes(
+    tile: Tile, chosen: list[int], ones: tuple[str, str]
+) -> None:
+    """It meets wide lanes on either side as a scalar does; alone it stays one number."""
+    compare(tile, chosen, *ones, scalars=(0,))
+
+
+ENDS = [e + d for e in (-(2**31), 0, 2**31) for d in (-2, -1, 0, 1)] + [2**32, -(2**32), 2**40]
+ENDS += [2**32 + 5, 5 - 2**32, *(2**63 - 1 - n for n in (0, 2**32 - 6)), -(2**63)]
+
+
+@pytest.mark.parametrize("W", WIDTHS)
+def test_int32_lanes_against_64_bits(W: int) -> None:
+    """Comparisons at and beyond the ends of int32, with a scalar or one number for all lanes."""
+    tile, pitch = Tile("float32", W, 1, 1), 8 + 8 * W
+
+    def both(x: Any, y: Any) -> Any:
+        return (
+            *(x < y, x <= y, x > y, x >= y, x == y, x != y),
+            *(y < x, y <= x, y > x, y >= x, y == x, y != x),
+        )
+
+    compare_all = jit(both)
+
+    def run(x: int, k: int, u: Any, k_at: int, out: int) -> None:
+        wide, number = load_as(tile, "int32", x), load_as(tile, "one int64", k_at)
+        one = load_as(tile, "one int32", x)
+        for n, results in enumerate(
+            (compare_all(wide, k), compare_all(wide, number), compare_all(wide, u))
+        ):
+            store_each(out + n * 13 * pitch, pitch, results)
+        store_each(out + 39 * pitch, pitch, compare_all(one, k))
+        store_each(out + 52 * pitch, pitch, compare_all(one, number))
+
+    function = jit(run)
+    values = [e + d for e in (-(2**31), 0, 2**31) for d in (-2, -1, 0, 1, 2, 5)]
+    x = np.array([v for v in values if -(2**31) <= v < 2**31], np.int32)
+    x = np.resize(x, -(-len(x) // W) * W)
+    out = np.zeros((65, pitch), np.uint8)
+    for k in ENDS:
+        number = np.array([k])
+        for at in range(0, len(x), W):
+            part = x[at : at + W]
+            unsigned = np.uint64(k % 2**64)
+            function(part.ctypes.data, k, unsigned, number.ctypes.data, out.ctypes.data)
+            for n, (y, width) in enumerate([(k, W), (k, W), (int(unsigned), W), (k, 1), (k, 1)]):
+                for m, wanted in enumerate(zip(*(both(int(v), y) for v in part), strict=True)):
+                    row = out[13 * n + m]
+                    assert row[:8].view(np.int32).tolist() == [0, width]
+                    got = row[8 : 8 + width].view(bool)
+                    np.testing.assert_array_equal(got, wanted[:width], f"{n} {m} {y}")
+
+
 def test_what_has_no_meaning_is_refused() -> None:
     """Already when it is compiled, by Numba's own error."""
     tile, other = Tile("float32", 8, 1, 1), Tile("float32", 4, 1, 1)
+    double = Tile("float64", 8, 1, 1)
     refused: list[Callable[[int], Any]] = [
         lambda at: lanes.load(tile, at) + lanes.load(other, at),
+        lambda at: lanes.load(tile, at) + lanes.load(double, at),
+        lambda at: load_as(tile, "one real", at) + lanes.load(double, at),
         lambda at: ~lanes.load(tile, at),
         lambda at: lanes.load(tile, at) & lanes.load_int32(tile, at),
+        lambda at: lanes.load(tile, at) << 2,
         lambda at: np.where(lanes.load(tile, at), 1.0, 2.0),
-        lambda at: np.zeros(3)[lanes.load(tile, at)],
-        lambda at: np.zeros((3, 3))[lanes.load_int32(tile, at)],
-        lambda at: np.zeros(3)[lanes.load_int32(tile, at) > 0],
+        lambda at: np.zeros(3)[lanes.load_int32(tile, at)],
+        lambda at: lanes.load(tile, at) + 1j,
     ]
     for function in refused:
         with pytest.raises(numba.TypingError):
-            numba.njit(types.void(types.int64))(_discard(function))
+            compile_only(function)
 
 
-def _discard(function: Callable[[int], Any]) -> Callable[[int], None]:
-    inner = numba.njit(function)
+def compile_only(function: Callable[[int], Any]) -> None:
+    inner = jit(function)
 
     def run(at: int) -> None:
         inner(at)
 
-    return run
+    jit(run, types.void(types.int64))
+
+
+def test_a_condition_is_not_tested() -> None:
+    """Neither that of many lanes nor that of one number for all; the error names the remedy."""
+    tile = Tile("float32", 8, 1, 1)
+
+    def branch(x: Any) -> Any:
+        if x > 0:
+            return x
+        return x + x
+
+    def loop(x: Any) -> Any:
+        while x > 0:
+            x = x - 1
+        return x
+
+    def chained(x: Any) -> Any:
+        return np.where(0 < x < 1, x, 2 * x)
+
+    refused: list[Callable[[Any], Any]] = [branch, loop, chained]
+    refused += [
+        lambda x: x if x > 0 else -x,
+        lambda x: (x > 0) and (x < 1),
+        lambda x: (x > 0) or (x < 1),
+        lambda x: not x > 0,
+        lambda x: np.where(not x > 0, x, -x),
+        lambda x: bool(x > 0),
+        lambda x: x if x else -x,
+    ]
+    for function, kind in itertools.product(refused, ("real", "one int32")):
+        condition = jit(function)
+        with pytest.raises(numba.TypingError, match=r"np\.where"):
+            compile_only(applied(tile, condition, kind))
+
+
+def applied(tile: Tile, function: Any, kind: str) -> Callable[[int], Any]:
+    return lambda at: function(load_as(tile, kind, at))
+
+
+# ---------------------------------------------------------------------------------------------
+# What is registered
+# ---------------------------------------------------------------------------------------------
+
+OPERATIONS = [
+    (function, operation, arity)
+    for arity, table in enumerate((lanes.UNARY, lanes.BINARY, lanes.TERNARY), start=1)
+    for function, operation in table.items()
+]
+
+ON_ARRAYS: dict[Any, Any] = {abs: np.abs, min: np.minimum, max: np.maximum, math.pow: np.power}
+"""NumPy's names for what Python calls otherwise, where the two differ."""
+
+
+@dtype_of_each_kind
+def test_every_function_is_registered_under_its_name(dtype: str) -> None:
+    """Whether `np.log` is a logarithm: how exact one is, is the matter of test_elementary."""
+    tile = Tile(dtype, 8, 1, 1)
+    W, pitch = tile.W, 8 + 8 * tile.W
+
+    def one(function: Any, operation: Any, arity: int, before: Any) -> Any:
+        if operation.meet in (lanes._bits, lanes._integers):
+            kind, slot, step = "int64", 1, 8 * W
+        else:
+            kind, slot, step = "real", 0, tile.itemsize * W
+
+        def unary(operands: int, out: int) -> int:
+            out = before(operands, out)
+            at = lanes.read_int64(operands + 8 * slot)
+            store_each(out, pitch, (function(load_as(tile, kind, at)),))
+            return out + pitch
+
+        def binary(operands: int, out: int) -> int:
+            out = before(operands, out)
+            at = lanes.read_int64(operands + 8 * slot)
+            x, y = load_as(tile, kind, at), load_as(tile, kind, at + step)
+            store_each(out, pitch, (function(x, y),))
+            return out + pitch
+
+        def ternary(operands: int, out: int) -> int:
+            out = before(operands, out)
+            at = lanes.read_int64(operands + 8 * slot)
+            x, y = load_as(tile, kind, at), load_as(tile, kind, at + step)
+            z = load_as(tile, kind, at + 2 * step)
+            store_each(out, pitch, (function(x, y, z),))
+            return out + pitch
+
+        return jit((unary, binary, ternary)[arity - 1])
+
+    all_of_them = jit(lambda operands, out: out)
+    for described in OPERATIONS:
+        all_of_them = one(*described, all_of_them)
+    rng = np.random.default_rng(0)
+    reals = rng.uniform(0.4, 3, (3, W)).astype(dtype)
+    reals[:, ::2] *= np.array([1, -1, 1], dtype)[:, None]
+    integers = rng.integers(0, 9, (3, W))
+    addresses = np.array([reals.ctypes.data, integers.ctypes.data])
+    out = np.zeros((len(OPERATIONS) + 1, pitch), np.uint8)
+    all_of_them(addresses.ctypes.data, out.ctypes.data)
+    for row, (function, operation, arity) in zip(out, OPERATIONS, strict=False):
+        integer = operation.meet in (lanes._bits, lanes._integers)
+        operands = (integers if integer else reals.astype(np.float64))[:arity]
+        name = function.__name__
+        on_arrays = ON_ARRAYS.get(function)
+        if on_arrays is None:
+            on_arrays = getattr(np, name) if function.__module__ == "math" else function
+        with np.errstate(invalid="ignore"):
+            expected = np.asarray(on_arrays(*operands))
+        kind = KINDS[row[:4].view(np.int32)[0]]
+        assert (kind == "bool") == (expected.dtype == bool), name
+        got = row[8 : 8 + W * np.dtype(kind).itemsize].view(kind)
+        np.testing.assert_allclose(
+            got, expected, rtol=64 * np.finfo(dtype).eps, atol=0, err_msg=name
+        )
+
+
+def test_what_users_may_call_is_registered() -> None:
+    names = "exp exp2 expm1 log log1p tanh sqrt sin cos abs sign floor isfinite logical_not"
+    assert {getattr(np, name) for name in names.split()} <= set(lanes.UNARY)
+    names = "power minimum maximum logical_and logical_or"
+    assert {getattr(np, name) for name in names.split()} <= set(lanes.BINARY)
+    assert {operator.pow, min, max} <= set(lanes.BINARY)
+    assert {abs, operator.neg, operator.invert} <= set(lanes.UNARY)
+    assert np.clip in lanes.TERNARY
 
 
 # ---------------------------------------------------------------------------------------------
@@ -649,18 +967,21 @@ def test_splat_iota_read_and_write(tile: Tile) -> None:
         lanes.store(integers + W * 4, lanes.load_int32(tile, integers))
         lanes.write_int32(integers + W * 8, np.int32(-7))
         lanes.write_int64(integers + W * 8 + 4, lanes.read_int64(integers) + 1)
+        lanes.write_int8(integers + W * 8 + 12, lanes.read_int8(integers + W * 8 + 3))
+        lanes.store(out + 6 * W * size, lanes.load_old(tile, source))
 
     x = np.arange(1, W + 1).astype(tile.dtype) / 3
     source = np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:]  # unaligned
-    out, integers = np.zeros(6 * W, tile.dtype), np.zeros(2 * W + 3, np.int32)
+    out, integers = np.zeros(7 * W, tile.dtype), np.zeros(2 * W + 4, np.int32)
     jit(run)(source.ctypes.data, out.ctypes.data, integers.ctypes.data, 0.1, -5, True)
-    expected = [0.1] * W + [-5] * W + [1] * W + [*x] + [*(x + x)] + [-5] + [0] * (W - 1)
+    expected = [0.1] * W + [-5] * W + [1] * W + [*x] + [*(x + x)] + [-5] + [0] * (W - 1) + [*x]
     np.testing.assert_array_equal(out, np.array(expected, tile.dtype))
     steps = np.arange(-5, W - 5)
     np.testing.assert_array_equal(integers[: 2 * W], np.tile(steps, 2))
     assert integers[2 * W] == -7
     first = int(steps[:2].astype("i4").view("i8")[0])
-    assert integers[2 * W + 1 :].copy().view("i8")[0] == first + 1
+    assert integers[2 * W + 1 :][:2].copy().view("i8")[0] == first + 1
+    assert integers[2 * W + 3 :].view("i1").tolist() == [-1, 0, 0, 0]  # the top byte of -7
 
 
 STORED = {
@@ -747,75 +1068,394 @@ def test_scatter_transposed(tile: Tile) -> None:
         np.testing.assert_array_equal(memory, expected)
 
 
-@dtype_of_each_kind
-@pytest.mark.parametrize("W", WIDTHS)
-def test_gather(W: int, dtype: str) -> None:
-    """``array[lanes]``: from every dtype and any strides, and never from beyond the ends."""
-    tile = Tile(dtype, W, 1, 1)
-    pitch = 8 + 8 * W
+# ---------------------------------------------------------------------------------------------
+# What functions are bound to
+# ---------------------------------------------------------------------------------------------
 
-    def run(i: int, j: int, out: int, f4: Any, f8: Any, i1: Any, u1: Any, i2: Any, u2: Any,
-            i4: Any, u4: Any, i8: Any, u8: Any, b1: Any) -> None:  # fmt: skip
-        short, long = load_as(tile, "int32", i), load_as(tile, "int64", j)
-        store_each(out, pitch, (
-            f4[short], f8[short], i1[short], u1[short], i2[short], u2[short], i4[short],
-            u4[short], i8[short], u8[short], b1[short], f8[long], i1[long], u4[long], b1[long],
-        ))  # fmt: skip
+STORED_AS = ("bool", *(f"{u}int{n}" for n in (8, 16, 32, 64) for u in ("", "u")))
+STORED_AS += ("float16", "float32", "float64")
 
-    names = ["float32", "float64", "int8", "uint8", "int16", "uint16", "int32"]
-    names += ["uint32", "int64", "uint64", "bool", "float64", "int8", "uint32", "bool"]
-    gather = jit(run)
 
-    def becomes(name: str) -> str:
-        if name == "bool":
-            return name
-        if name.startswith("float"):
-            return dtype
-        return "int64" if name in ("uint32", "int64", "uint64") else "int32"
+def becomes(name: str, dtype: str) -> str:
+    """Return the kind of the lanes that an element of an array gives."""
+    if name == "bool":
+        return name
+    if name.startswith("float"):
+        return dtype
+    return "int64" if name in ("uint32", "int64", "uint64") else "int32"
 
-    def array(name: str, n: int, step: int) -> Array:
-        x: Array
-        bits = np.random.default_rng(n).integers(0, 256, 24 * n, np.uint8)
-        if name == "bool":
-            x = np.arange(3 * n) % 3 == 0
-        elif name.startswith("float"):
-            x = np.linspace(-1, 1, 3 * n).astype(name)
+
+def words_of(*values: Any) -> Array:
+    """Return what is bound as words, in the way that `Layout` describes."""
+    words: list[int] = []
+    for x in values:
+        if isinstance(x, np.ndarray):
+            words += [x.ctypes.data, *x.shape, *x.strides]
         else:
-            x = bits.view(name)[: 3 * n]
-        # What lies before and behind the array must not be read.
-        return x[n : 2 * n][::step] if step < 0 else x[::step][:n]
-
-    for n, step in ((1, 1), (13, 1), (13, 3), (40, -1)):
-        arrays = [array(name, n, step) for name in names[:11]]
-        ends = np.array([0, n - 1, -1, -n, n, -n - 1, 2 * n, -3 * n, 2**31 - 1, -(2**31)])
-        index = np.concatenate([ends, np.arange(-n - 3, n + 3)])
-        far = np.where(np.abs(index) == 2**31 - 1, np.iinfo("i8").max, index)
-        far = np.where(far == -(2**31), np.iinfo("i8").min, far)
-        for at in range(0, len(index) - W + 1, W - 1):
-            i, j = index[at : at + W].astype("i4"), far[at : at + W].copy()
-            out = np.zeros((len(names) + 1, pitch), np.uint8)
-            gather(*(a.ctypes.data for a in (i, j, out)), *arrays)
-            where = np.clip(np.where(i < 0, i.astype("i8") + n, i), 0, n - 1)
-            sources = [*arrays, *arrays[1:3], arrays[7], arrays[10]]
-            for row, name, source in zip(out, names, sources, strict=False):
-                kind = becomes(name)
-                assert row[:8].view("i8")[0] == KINDS.index(kind), name
-                got = row[8 : 8 + W * np.dtype(kind).itemsize].view(kind)
-                np.testing.assert_array_equal(got, source[where].astype(kind), err_msg=name)
+            words += np.array([x], "f8" if isinstance(x, float) else "i8").view("i8").tolist()
+    return np.array(words, np.int64)
 
 
-def test_gather_from_an_empty_array() -> None:
-    """Nothing is read: such an array may point anywhere."""
+class Reader:
+    """An array as lanes read it, on NumPy."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.shape = array.shape
+        self.outside: Any = False
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: Any) -> Array:
+        inside = []
+        self.outside = False
+        for x, n in zip(index if isinstance(index, tuple) else (index,), self.shape, strict=True):
+            x = np.asarray(x)
+            miss = (x < -n) | (x >= n)
+            self.outside = self.outside | miss
+            inside.append(np.where(miss, 0, np.where(x < 0, x + n, x)))
+        shape = np.broadcast_shapes(*(x.shape for x in inside))
+        found = self.array[tuple(inside)] if self.array.size else np.zeros(1, self.array.dtype)
+        if found.dtype.kind in "iu":
+            found = found.astype(np.int64)
+        return np.broadcast_to(found, shape)
+
+
+def reading(tile: Tile, layout: Layout, picks: list[Callable[..., Any]]) -> Callable[..., None]:
+    """Compile functions of (short, long, number, *bound) into one.
+
+    The indices are W narrow ones, W of 64 bits, and a narrow one for all lanes. For each function
+    are stored what it returned and the lanes that were noted.
+    """
+    pitch = 8 + 8 * tile.W
+
+    def one(pick: Any, before: Any) -> Any:
+        function = pick if isinstance(pick, numba.core.dispatcher.Dispatcher) else jit(pick)
+
+        def run(params: int, short: int, long: int, number: int, out: int) -> int:
+            out = before(params, short, long, number, out)
+            args = (
+                load_as(tile, "narrow", short),
+                load_as(tile, "int64", long),
+                load_as(tile, "one narrow", number),
+            )
+            outside = lanes.new_outside(tile)
+            lanes.clear_outside(tile, outside)
+            arguments = lanes.call_arguments(tile, layout, args, params, outside)
+            store_each(out, pitch, (function(*arguments),))
+            lanes.write_int64(out + pitch, lanes.outside_bits(tile, outside))
+            return out + 2 * pitch
+
+        return jit(run)
+
+    all_of_them = jit(lambda params, short, long, number, out: out)
+    for pick in picks:
+        all_of_them = one(pick, all_of_them)
+    return all_of_them
+
+
+def check_reading(
+    tile: Tile,
+    layout: Layout,
+    picks: list[Callable[..., Any]],
+    run: Callable[..., None],
+    bound: list[Any],
+    index: tuple[Array, Array, Array],
+) -> None:
+    """Run what `reading` made for one vector of indices, and compare it with NumPy."""
+    W, pitch = tile.W, 8 + 8 * tile.W
+    short, long, number = (np.ascontiguousarray(x, np.int64) for x in index)
+    out = np.zeros((2 * len(picks) + 1, pitch), np.uint8)
+    words = np.concatenate([np.full(layout.first, -1), words_of(*bound)])
+    run(*(x.ctypes.data for x in (words, short, long, number, out)))
+    for n, pick in enumerate(picks):
+        readers = [Reader(x) if isinstance(x, np.ndarray) else x for x in bound]
+        with np.errstate(over="ignore"):
+            expected = np.asarray(pick(short, long, number, *readers))
+        kind, width = out[2 * n, :8].view(np.int32).tolist()
+        name = KINDS[kind]
+        got = out[2 * n, 8 : 8 + width * np.dtype(name).itemsize].view(name)
+        assert width == (1 if expected.shape in ((), (1,)) else W), n
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(got, np.broadcast_to(expected, width).astype(name))
+        noted = out[2 * n + 1, :8].view(np.int64)[0]
+        missed = [x.outside for x in readers if isinstance(x, Reader)]
+        lanes_outside = np.broadcast_to(functools.reduce(np.logical_or, missed), W)
+        assert noted == sum(1 << int(lane) for lane in np.flatnonzero(lanes_outside)), (n, index)
+
+
+def one_axis(name: str, n: int, step: int, odd: int = 0) -> Array:
+    """Return an array with that step between its elements, and others before and behind it."""
+    size = np.dtype(name).itemsize
+    count = 2 + n * max(abs(step), 1)
+    if name == "bool":
+        x = np.arange(count) % 3 == 0
+    elif name.startswith("float"):
+        x = np.linspace(-1, 1, count).astype(name)
+    else:
+        x = np.random.default_rng(n).integers(0, 256, size * count, np.uint8).view(name)
+    memory = np.frombuffer(b"\xff" * odd + x.tobytes(), np.uint8)[odd:]
+    array = memory.view(name)[1:-1]
+    if step == 0:
+        return np.broadcast_to(array[:1], (n,))
+    return array[::step][:n]
+
+
+def indices_of(n: int, W: int) -> list[tuple[Array, Array, Array]]:
+    """Return vectors of indices around the ends of an axis of n, and beyond all of them."""
+    far = lanes.INDEX_BOUND
+    ends = [0, n - 1, -1, -n, n, -n - 1, 2 * n, -3 * n, far, -far, far - 1]
+    short = np.array([*ends, *range(-n - 3, n + 3)])
+    most = np.iinfo(np.int64)
+    long = np.where(np.abs(short) == far, np.where(short > 0, most.max, most.min), short)
+    short, long = (np.resize(x, -(-len(x) // W) * W) for x in (short, long))
+    number = itertools.cycle([0, -1, n, n // 2, -n - 1, far, -far])
+    return [
+        (short[at : at + W], long[at : at + W], np.array([next(number)]))
+        for at in range(0, len(short), W)
+    ]
+
+
+@pytest.mark.parametrize(
+    "tile", [TILES[0], TILES[4], TILES[2], TILES[5]], ids=lambda t: f"{t.dtype}x{t.W}"
+)
+def test_bound_arrays_of_every_dtype(tile: Tile) -> None:
+    """``array[lanes]``: any strides, whether far or not, and never from beyond the ends."""
+    picks: list[Callable[..., Any]] = [
+        lambda i, j, o, x: x[i],
+        lambda i, j, o, x: x[j],
+        lambda i, j, o, x: x[o],
+    ]
+    for position, name in enumerate(STORED_AS):
+        far = position % 2 == TILES.index(tile) % 2
+        layout = Layout((0, 1, 2, -1), (("array", name, 1, far),), position % 3)
+        assert layout.words == 3
+        run = reading(tile, layout, picks)
+        arrays = [one_axis(name, *shape) for shape in ((1, 1), (13, 1), (13, 3), (13, 1, 1))]
+        arrays += [one_axis(name, 40, -1, 3), one_axis(name, 13, 0), one_axis(name, 9, -7)]
+        for x in arrays:
+            for index in indices_of(len(x), tile.W):
+                check_reading(tile, layout, picks, run, [x], index)
+        out = np.zeros((7, 8 + 8 * tile.W), np.uint8)
+        words = np.concatenate([np.full(layout.first, -1), words_of(x)])
+        zeros = np.zeros(tile.W, np.int64)
+        run(*(a.ctypes.data for a in (words, *[zeros] * 3, out)))
+        assert KINDS[out[0, :4].view(np.int32)[0]] == becomes(name, tile.dtype)
+
+
+@pytest.mark.parametrize(
+    ("tile", "far"), [(Tile("float32", 8, 1, 1), False), (Tile("float64", 4, 1, 1), True)]
+)
+def test_bound_arrays_of_several_axes(tile: Tile, far: bool) -> None:
+    picks: list[Callable[..., Any]] = [
+        lambda i, j, o, x, y: x[i, j],
+        lambda i, j, o, x, y: x[j, i],
+        lambda i, j, o, x, y: x[i, o],
+        lambda i, j, o, x, y: x[o, j],
+        lambda i, j, o, x, y: x[o, o],
+        lambda i, j, o, x, y: x[1, i],
+        lambda i, j, o, x, y: x[j, -1],
+        lambda i, j, o, x, y: x[-2, 0],
+        lambda i, j, o, x, y: x[o, 99],
+        lambda i, j, o, x, y: y[i, j, o],
+        lambda i, j, o, x, y: y[o, 0, i],
+        lambda i, j, o, x, y: y[o, o + 1, i - 1],
+        lambda i, j, o, x, y: x[o, o] * len(x) + x.shape[1] - y.shape[2],
+        lambda i, j, o, x, y: x[x[i, j], y[j, 0, o] % 3],
+    ]
+    # The outer reading of the last one hides what Reader saw of the inner one.
+    nested = picks.pop()
+    layout = Layout((0, 1, 2, -1, -2), (("array", "int16", 2, far), ("array", "int8", 3, far)), 2)
+    assert layout.words == 12
+    run = reading(tile, layout, picks)
+    rng = np.random.default_rng(0)
+    x = rng.integers(-(2**15), 2**15, (11, 14), np.int16)
+    y = rng.integers(-128, 128, (12, 9, 10), np.int8)
+    pairs = [(x[1:-1, 2:-2], y[2:-2, 1:-1, 1:-1]), (x.T[2:-2, ::-1], y.transpose(2, 0, 1)[::-1])]
+    pairs += [(np.broadcast_to(x[3], (5, 14)), np.broadcast_to(y[:, 2:3, :1], (12, 9, 4)))]
+    pairs += [(x[:0], y[:, :0]), (x[:, :0], y[..., :0]), (x[:1, :1], y[:1, :1, :1])]
+    for pair in pairs:
+        for n in (9, 3):
+            for index in indices_of(n, tile.W):
+                shifted = index[0], index[1][::-1], index[2]
+                check_reading(tile, layout, picks, run, list(pair), shifted)
+    small = (x % 5).astype(np.int16), y
+    run = reading(tile, layout, [nested])
+    i = rng.integers(0, 9, tile.W)
+    check_reading(tile, layout, [nested], run, list(small), (i, i[::-1], i[:1]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs files with holes")
+def test_a_bound_array_beyond_31_bits(tmp_path: Any) -> None:
+    """Byte offsets are 64 bits wide, and an index too."""
+    tile = Tile("float32", 8, 1, 1)
+    stride = (1 << 31) + 4096
+    with open(tmp_path / "sparse", "w+b") as file:
+        file.truncate(2 * stride + 4096)
+        memory = np.memmap(file, np.uint8, "r+")
+    for n in range(3):
+        memory[n * stride : n * stride + 4] = np.array([n + 1], "f4").view(np.uint8)
+    x = np.lib.stride_tricks.as_strided(memory[:4].view("f4"), (3,), (stride,))
+    picks: list[Callable[..., Any]] = [lambda i, j, o, x: x[i], lambda i, j, o, x: x[j]]
+    layout = Layout((0, 1, 2, -1), (("array", "float32", 1, True),), 0)
+    run = reading(tile, layout, picks)
+    for index in indices_of(3, tile.W):
+        check_reading(tile, layout, picks, run, [x], index)
+        check_reading(tile, layout, picks, run, [x[::-1]], index)
+    # Each byte of a view that is longer than an int32 counts.
+    layout = Layout((0, 1, 2, -1), (("array", "uint8", 1, True),), 0)
+    run = reading(tile, layout, picks)
+    at = np.array([0, stride, 2 * stride + 2, -1, 2 * stride + 4096, -2 * stride - 4096, 3, 2])
+    check_reading(tile, layout, picks, run, [memory], (np.zeros(8), at, at[:1]))
+
+
+def test_nothing_is_read_from_an_empty_array() -> None:
+    """Such an array may point anywhere."""
     tile = Tile("float32", 8, 1, 1)
     nowhere = np.ctypeslib.as_array((ctypes.c_float * 0).from_address(8))
     assert nowhere.size == 0
+    picks: list[Callable[..., Any]] = [lambda i, j, o, x: x[i], lambda i, j, o, x: x[o]]
+    layout = Layout((0, 1, 2, -1), (("array", "float32", 1, False),), 0)
+    run = reading(tile, layout, picks)
+    for index in indices_of(1, tile.W):
+        check_reading(tile, layout, picks, run, [nowhere], index)
 
-    def run(x: Any, out: int) -> None:
-        lanes.store(out, x[lanes.iota(tile, -3)])
 
-    out = np.ones(8, np.float32)
-    jit(run)(nowhere, out.ctypes.data)
-    np.testing.assert_array_equal(out, 0)
+@dtype_of_each_kind
+def test_bound_numbers_in_every_place(dtype: str) -> None:
+    """Numbers keep their kind and arrays their place, whatever the order of the parameters."""
+    tile = Tile(dtype, 8, 1, 1)
+    kinds = (("int",), ("float",), ("bool",), ("array", "int32", 1, False))
+    table = np.arange(10, 19, dtype=np.int32)
+    bound: list[Any] = [(1 << 40) + 1, 0.1, True, table]
+    i = np.array([0, 8, -1, 3, 4, 5, -9, 7])
+    index = (i, i[::-1].copy(), np.array([-2]))
+
+    def result(i: Any, j: Any, o: Any, n: Any, f: Any, flag: Any, x: Any) -> Any:
+        return np.where((i + n > n) & flag, x[j] * f, x[o]) + f * f + f
+
+    inner = jit(result)
+    orders: dict[tuple[int, ...], Callable[..., Any]] = {
+        (0, 1, 2, -1, -2, -3, -4): inner,
+        (-1, 0, -2, -3, 1, -4, 2): lambda n, i, f, flag, j, x, o: inner(i, j, o, n, f, flag, x),
+        (-4, -3, -2, -1, 2, 1, 0): lambda x, flag, f, n, o, j, i: inner(i, j, o, n, f, flag, x),
+        (2, -2, -4, 0, -1, 1, -3): lambda o, f, x, i, n, j, flag: inner(i, j, o, n, f, flag, x),
+    }
+    f = np.dtype(dtype).type(0.1)
+    x = Reader(table)
+    expected = np.where(i > 0, x[i[::-1]].astype(dtype) * f, x[-2].astype(dtype)) + f * f + f
+    assert expected.dtype == dtype
+    for order, function in orders.items():
+        run = reading(tile, Layout(order, kinds, 1), [function])
+        out = np.zeros((3, 8 + 8 * tile.W), np.uint8)
+        words = np.append([-1], words_of(*bound))
+        run(*(a.ctypes.data for a in (words, *index, out)))
+        got = out[0, 8 : 8 + tile.W * tile.itemsize].view(dtype)
+        np.testing.assert_array_equal(got, expected)
+        assert not out[1, :8].any()
+
+
+def test_wrong_indices_are_refused() -> None:
+    """By an error that says what an index is."""
+    tile = Tile("float32", 8, 1, 1)
+    layout = Layout((0, 1, 2, -1), (("array", "float32", 2, False),), 0)
+    refused: list[tuple[Callable[..., Any], str]] = [
+        (lambda i, j, o, x: x[i + 0.5, j], "integers"),
+        (lambda i, j, o, x: x[i > 0, j], "integers"),
+        (lambda i, j, o, x: x[i, 1.0], "integers"),
+        (lambda i, j, o, x: x[i, True], "integers"),
+        (lambda i, j, o, x: x[i, :], "integers"),
+        (lambda i, j, o, x: x[:, o], "integers"),
+        (lambda i, j, o, x: x[i], "2 axes"),
+        (lambda i, j, o, x: x[1], "2 axes"),
+        (lambda i, j, o, x: x[i, j, o], "2 axes"),
+        (lambda i, j, o, x: x[i, None], "integers"),
+        (lambda i, j, o, x: i + x, ""),
+        (lambda i, j, o, x: np.exp(x), ""),
+        (lambda i, j, o, x: np.where(x == 0, i, j), ""),
+        (lambda i, j, o, x: x.nonsense, "nonsense"),
+    ]
+    at = np.zeros(8, np.int64).ctypes.data
+    for pick, message in refused:
+        with pytest.raises(numba.TypingError, match=message):
+            reading(tile, layout, [pick])(at, at, at, at, at)
+
+
+def test_what_is_returned() -> None:
+    """as_score and as_condition take lanes, one number for all, and plain numbers."""
+    tile = Tile("float32", 4, 1, 1)
+    pitch = 8 + 8 * tile.W
+
+    def run(x: int, i: int, p: int, out: int) -> None:
+        store_each(
+            out,
+            pitch,
+            (
+                lanes.as_score(tile, load_as(tile, "real", x)),
+                lanes.as_score(tile, load_as(tile, "one real", x)),
+                lanes.as_score(tile, load_as(tile, "int32", i)),
+                lanes.as_score(tile, load_as(tile, "one int32", i)),
+                lanes.as_score(tile, 3),
+                lanes.as_score(tile, 0.1),
+                lanes.as_condition(tile, load_as(tile, "bool", p)),
+                lanes.as_condition(tile, load_as(tile, "one bool", p)),
+                lanes.as_condition(tile, True),
+                lanes.as_condition(tile, i == 0),
+            ),
+        )
+
+    x = np.array([0.5, -1, np.nan, 7], "f4")
+    i = np.array([-5, 0, 1, 2**31 - 1], "i4")
+    p = np.array([True, False, True, False])
+    out = np.zeros((11, pitch), np.uint8)
+    jit(run)(*(a.ctypes.data for a in (x, i, p, out)))
+    assert out[:, :8].copy().view("i4").tolist() == [[3, 4]] * 6 + [[0, 4]] * 4 + [[-1, -1]]
+    scores = [row[8:24].view("f4").tolist() for row in out[:6]]
+    np.testing.assert_array_equal(
+        scores, [x, [0.5] * 4, i.astype("f4"), [-5] * 4, [3] * 4, [np.float32(0.1)] * 4]
+    )
+    conditions = [row[8:12].view("?").tolist() for row in out[6:10]]
+    assert conditions == [p.tolist(), [True] * 4, [True] * 4, [False] * 4]
+    refused: list[Callable[[int], Any]] = [
+        lambda at: lanes.as_score(tile, load_as(tile, "bool", at)),
+        lambda at: lanes.as_score(tile, True),
+        lambda at: lanes.as_score(tile, None),
+        lambda at: lanes.as_score(tile, (1.0, 2.0)),
+        lambda at: lanes.as_score(tile, 1j),
+        lambda at: lanes.as_condition(tile, load_as(tile, "real", at)),
+        lambda at: lanes.as_condition(tile, load_as(tile, "one int32", at)),
+        lambda at: lanes.as_condition(tile, 1),
+        lambda at: lanes.as_condition(tile, None),
+    ]
+    for function in refused:
+        with pytest.raises(numba.TypingError, match="to be returned"):
+            compile_only(function)
+
+
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_indices(index: str) -> None:
+    """load_index and uniform_index, and what they become where they may be large."""
+    tile = Tile("float64", 4, 1, 1)
+    pitch = 8 + 8 * tile.W
+
+    def run(at: int, offset: int, n: int, out: int) -> None:
+        q, k = lanes.load_index(tile, index, at, offset), lanes.uniform_index(tile, index, n)
+        store_each(out, pitch, (q, k, q - k, k - q, k + 1, k * k, (q - k) * (q - k)))
+
+    large = index == "int64"
+    rows = np.array([0, 5, 9, 2**28 - 3])
+    offset, n = (2**33, 2**40) if large else (-(2**28) + 3, 2**28 - 1)
+    out = np.zeros((8, pitch), np.uint8)
+    jit(run)(rows.ctypes.data, offset, n, out.ctypes.data)
+    q = rows + offset
+    results = (q, [n], q - n, n - q, [n + 1], [n * n % 2**64], (q - n) * (q - n))
+    for row, expected in zip(out, results, strict=False):
+        kind, width = row[:8].view("i4").tolist()
+        got = row[8 : 8 + width * np.dtype(KINDS[kind]).itemsize].view(KINDS[kind])
+        np.testing.assert_array_equal(got, np.array(expected).astype(np.uint64).view("i8"))
+    kinds = ["int64"] * 7 if large else ["int32"] * 5 + ["int64"] * 2
+    assert [KINDS[row[:4].view("i4")[0]] for row in out[:7]] == kinds
 
 
 @tile_of_each_kind
@@ -901,6 +1541,26 @@ def test_atomic_add_gives_each_number_once() -> None:
     np.testing.assert_array_equal(np.sort(out, axis=None), np.arange(5, 5 + n * threads))
     assert np.all(np.diff(out, axis=1) > 0)
     assert counter[0] == 5 + n * threads
+
+
+def test_atomic_or_loses_no_bit() -> None:
+    def run(first: int, word: int, out: Any) -> None:
+        for n in range(first, 64, 4):
+            out[n] = lanes.atomic_or(word, 1 << n)
+
+    word, out = np.zeros(1, np.int64), np.zeros(64, np.int64)
+    work = numba.njit(types.void(types.int64, types.int64, types.int64[::1]), nogil=True)(run)
+    start = threading.Barrier(4)
+
+    def one(first: int) -> None:
+        start.wait()
+        work(first, word.ctypes.data, out)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, range(4)))
+    assert word[0] == -1
+    # Every bit but the last was seen by those that came after it.
+    assert sorted(int(x).bit_count() for x in out.view(np.uint64)) == list(range(64))
 
 
 RECORD = Struct("TestRecord", ("first", "second"), ("third",))

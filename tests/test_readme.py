@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import cases
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import nattn
-from nattn import __main__, bench
+from nattn import __main__, bench, lanes, mods
+from nattn.masks import Mask
+
+Array = NDArray[Any]
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -20,10 +29,92 @@ def text() -> str:
     return README.read_text(encoding="utf-8")
 
 
-def test_examples_run() -> None:
-    results = doctest.testfile(str(README), module_relative=False, encoding="utf-8")
+@pytest.fixture(scope="module")
+def examples(text: str) -> dict[str, Any]:
+    """Run the examples and return the names that they define."""
+    test = doctest.DocTestParser().get_doctest(text, {}, README.name, str(README), 0)
+    results = doctest.DocTestRunner().run(test, clear_globs=False)
     assert results.failed == 0
-    assert results.attempted > 10
+    assert results.attempted > 30
+    return test.globs
+
+
+def test_examples_run(examples: dict[str, Any]) -> None:
+    assert examples["out"].shape == (2, 8, 300, 32)
+
+
+# The five functions of the chapter on functions, against what they say written out
+
+
+def softmax_attention(q: Array, k: Array, v: Array, change: Callable[[Array], Array]) -> Array:
+    """Compute attention densely, for one item and as many key heads as query heads."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = np.stack([one @ other.T for one, other in zip(q, k, strict=True)]) / q.shape[2] ** 0.5
+    weights = np.exp(change(scores))
+    return np.stack([w / w.sum(axis=1, keepdims=True) @ x for w, x in zip(weights, v, strict=True)])
+
+
+HEADS, N = 3, 150
+DISTANCE = np.array([[float(abs(i - j)) for j in range(N)] for i in range(N)])
+SLOPES = np.array([0.25, 0.5, 1.0], np.float32)
+DOC = np.repeat([4, 2, 9], [70, 31, 49])
+
+
+def together(scores: Array) -> Array:
+    for i in range(N):
+        for j in range(N):
+            if DOC[i] != DOC[j]:
+                scores[:, i, j] = -np.inf
+    return scores
+
+
+FIVE: list[tuple[str, dict[str, Any], Callable[[Array], Array]]] = [
+    ("alibi", {"slopes": SLOPES}, lambda s: s - SLOPES[:, None, None].astype(float) * DISTANCE),
+    ("softcap", {"cap": 0.5}, lambda s: (1 - np.exp(-4 * s)) / (1 + np.exp(-4 * s)) / 2),
+    ("decay", {"rate": 1.5}, lambda s: s + np.log((1 + DISTANCE) ** -1.5)),
+    ("gate", {"near": 20, "gain": 0.75}, lambda s: s * (DISTANCE <= 20) + squashed(s)),
+    ("document", {"doc": DOC}, together),
+]
+
+
+def squashed(scores: Array) -> Array:
+    return np.array(np.tanh(scores) * 0.75 * (DISTANCE > 20))
+
+
+@pytest.mark.parametrize(("name", "bound", "change"), FIVE, ids=[name for name, *_ in FIVE])
+def test_the_five_functions_do_what_they_say(
+    name: str, bound: dict[str, Any], change: Callable[[Array], Array], examples: dict[str, Any]
+) -> None:
+    role = "mask_mod" if name == "document" else "score_mod"
+    options = {role: functools.partial(examples[name], **bound)}
+    q, k, v = cases.qkv(1, HEADS, N, N, 16)
+    dense = softmax_attention(q[0], k[0], v[0], change)
+    truth = cases.truth(q, k, v, **options)
+    np.testing.assert_allclose(truth.out[0], dense, rtol=1e-9, atol=1e-12)
+    out = nattn.attention(q, k, v, **options)
+    cases.assert_near(out[0], dense, truth.budget.out[0, ..., None])
+
+
+def test_the_list_of_functions_is_complete(text: str) -> None:
+    sentence = text.split("and NumPy's")[1].split("\n- ")[0]
+    named = {getattr(np, name) for name in re.findall(r"`(\w+)`", sentence)}
+    known = {*lanes.UNARY, *lanes.BINARY, *lanes.COMPARISON}
+    known = {f for f in known if isinstance(f, np.ufunc) or f is np.clip}
+    assert named == known | {np.where, np.clip, np.float32, np.float64}
+
+
+def test_the_built_in_functions_are_named(text: str) -> None:
+    named = {
+        room: set(re.findall(r"`(\w+)`", text.split(f"| `nattn.{room}` |")[1].split("\n")[0]))
+        for room in ("mods", "masks")
+    }
+    assert named["masks"] == {n for n, x in vars(nattn.masks).items() if isinstance(x, Mask)}
+    modifiers = {
+        n
+        for n, x in vars(mods).items()
+        if inspect.isfunction(x) and next(iter(inspect.signature(x).parameters)) == "score"
+    }
+    assert named["mods"] == modifiers | {"t5_bias"}
 
 
 def test_the_table_of_arguments_is_complete(text: str) -> None:
