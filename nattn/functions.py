@@ -196,8 +196,8 @@ def _bind(
         ]
         if missing and "missing" in str(error):
             raise TypeError(
-                f"{name}: expected {' and '.join(missing)} to be bound, beside what {call} passes, "
-                f"as in functools.partial({plain.__name__}, {missing[0]}=...), got "
+                f"{name}: expected {' and '.join(missing)} to be bound, beside what {call} "
+                f"passes, as in functools.partial({plain.__name__}, {missing[0]}=...), got "
                 f"{plain.__name__}{signature}"
             ) from None
         raise TypeError(
