@@ -6,7 +6,8 @@ import importlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, overload
+from types import ModuleType
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,19 +18,8 @@ from .problem import Integers, Mod, Problem, Scale, Window, check_flag, check_na
 Progress = Callable[[float], object]
 
 
-class _Forward(Protocol):
-    def __call__(
-        self,
-        problem: Problem,
-        out: NDArray[Any],
-        lse: NDArray[Any],
-        *,
-        progress: Progress | None = None,
-    ) -> None: ...
-
-
 _MODULES = {"auto": "nattn.cpu.launch", "cpu": "nattn.cpu.launch", "reference": "nattn.reference"}
-_loaded: dict[str, _Forward] = {}  # a backend is imported when it is first used
+_loaded: dict[str, ModuleType] = {}  # a backend is imported when it is first used
 _import_lock = threading.RLock()
 
 if hasattr(os, "register_at_fork"):
@@ -41,17 +31,18 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-def _forward(backend: str) -> _Forward:
-    forward = _loaded.get(backend) if type(backend) is str else None
-    if forward is None:
-        check_name("backend", backend, ("auto", "cpu", "reference", "cuda"))
-        if backend == "cuda":
+def load_backend(name: str) -> ModuleType:
+    """Return the module of a backend: its door, with a function for each of what it does."""
+    found = _loaded.get(name) if type(name) is str else None
+    if found is None:
+        check_name("backend", name, ("auto", "cpu", "reference", "cuda"))
+        if name == "cuda":
             raise NotImplementedError(
                 "backend: expected 'auto', 'cpu' or 'reference', got 'cuda', which is not built yet"
             )
         with _import_lock:
-            forward = _loaded[backend] = importlib.import_module(_MODULES[backend]).forward
-    return forward
+            found = _loaded[name] = importlib.import_module(_MODULES[name])
+    return found
 
 
 @overload
@@ -397,7 +388,7 @@ def _attend(
         out=out,
     )
     return_lse = check_flag("return_lse", return_lse)
-    forward = _forward(backend)
+    forward = load_backend(backend).forward
     if out is None:
         out = np.empty(problem.out_shape, problem.dtype)
     lse = np.empty((problem.B, problem.Hq, problem.Nq), problem.dtype)

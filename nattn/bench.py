@@ -276,52 +276,49 @@ print(statistics.median(times))
 """
 )
 
-# Users' functions. What compiles, Numba's typing of a function among its passes says.
-_MODIFIED = """
+MODIFIED = (
+    _CLOCK
+    + """
 from functools import partial
 from numba.core import event
 import nattn
-x, slopes = np.zeros((1, 1, 64, 64), 'f4'), np.ones(1, 'f4')
+x = np.zeros((1, 1, 64, 64), 'f4')
 
-def tilted(score, b, h, q_idx, kv_idx, table):
+def known(score, b, h, q_idx, kv_idx, table):
     return score + table[q_idx] * np.tanh(score)
 
-def compilations(calls):
-    with event.install_recorder("numba:run_pass") as recorder:
-        calls()
-    return sum("type_inference" in entry.data["name"] for _, entry in recorder.buffer) // 2
+new = "def fresh(score, b, h, q_idx, kv_idx): return np.where(q_idx < kv_idx, score, {})"
+exec(new.format(time.time()))  # no cache has seen it
+
+def bound(n):
+    nattn.attention(x, x, x, score_mod=partial(known, table=np.ones(n, 'f4')))
 
 def built_in():
     for options in (
         {"softcap": 20.0},
-        {"alibi_slopes": slopes},
+        {"alibi_slopes": np.ones(1, 'f4')},
         {"mask_mod": nattn.masks.causal},
         {"mask_mod": partial(nattn.masks.document, doc=np.arange(64) // 9)},
         {"dropout_p": 0.1, "seed": 1},
     ):
         nattn.attention(x, x, x, **options)
+
+def compilations(call):
+    "Count the functions whose types Numba infers: the first thing it does to compile one."
+    with event.install_recorder("numba:run_pass") as recorder:
+        call()
+    passes = [e for _, e in recorder.buffer if e.is_start]
+    return sum("type_inference" in e.data["name"] for e in passes)
+
 """
+)
+"""What snippets about users' functions begin with."""
+
 _NEW = (
-    _CLOCK
-    + _MODIFIED
-    + """
-lines = "def fresh(score, b, h, q_idx, kv_idx): return np.where(q_idx < kv_idx, score, {})"
-exec(lines.format(time.time()))  # no cache has seen it
-start = clock()
-nattn.attention(x, x, x, score_mod=fresh)
-print(clock() - start)
-"""
+    MODIFIED + "start = clock()\nnattn.attention(x, x, x, score_mod=fresh)\nprint(clock() - start)"
 )
-_REBOUND = (
-    _CLOCK
-    + _MODIFIED
-    + """
-def bound(n): nattn.attention(x, x, x, score_mod=partial(tilted, table=np.ones(n, 'f4')))
-bound(64)
-print(compilations(lambda: [bound(n) for n in (64, 65, 1000)]))
-"""
-)
-_LATER = _CLOCK + _MODIFIED + "print(compilations(built_in))"
+_REBOUND = MODIFIED + "bound(64)\nprint(compilations(lambda: (bound(64), bound(65), bound(1000))))"
+_LATER = MODIFIED + "print(compilations(built_in))"
 
 LONG = 32_768
 

@@ -8,10 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from . import api, functions, masks
-from .problem import _FAR as FAR
-from .problem import Integers
-from .problem import _integer as check_integer
-from .problem import _integers as check_integers
+from .problem import FAR, Integers, check_integer, check_integers
 
 
 class BlockMask(masks.Blocks):
@@ -82,9 +79,7 @@ class BlockMask(masks.Blocks):
         exact = check_integers("q_offset", Nk - Nq if q_offset is None else q_offset, B)
         # As far as any array reaches; Problem compares what is left of larger ones.
         offset = np.clip(np.array(exact, object), -FAR, FAR).astype(np.int64)
-        api._forward("cpu")
-        from .cpu.classify import classify
-
+        classify = api.load_backend("cpu").classify
         kinds = classify(tree, B, H, Nq, Nk, offset, block_size)
         return cls(tree, B, H, Nq, Nk, offset, block_size, kinds)
 

@@ -196,8 +196,9 @@ def _bind(
         ]
         if missing and "missing" in str(error):
             raise TypeError(
-                f"{name}: expected {' and '.join(missing)} to be bound, as in functools.partial("
-                f"{plain.__name__}, {missing[0]}=...), got {plain.__name__}{signature}"
+                f"{name}: expected {' and '.join(missing)} to be bound, beside what {call} "
+                f"passes, as in functools.partial({plain.__name__}, {missing[0]}=...), got "
+                f"{plain.__name__}{signature}"
             ) from None
         raise TypeError(
             f"{name}: expected a function {call}, further parameters bound with "

@@ -25,7 +25,7 @@ Scale = float | np.floating[Any] | NDArray[Any]
 Window = tuple[int | None, int | None]
 Mod = Callable[..., Any]
 
-_FAR = 1 << 59
+FAR = 1 << 59
 """Farther than any array reaches; an int64 holds the sum of fifteen such numbers."""
 
 _INT64 = np.dtype(np.int64)
@@ -174,7 +174,7 @@ class Problem:
         if q_offset is None:
             offset = lens_kv - lens_q
         else:
-            exact = _integers("q_offset", q_offset, B)
+            exact = check_integers("q_offset", q_offset, B)
             offset = np.array([_near(x, *window) for x in exact], _INT64)
 
         pairs = (B, Hq, Nq, Nk)
@@ -500,13 +500,13 @@ def _seed(value: Any, dropout_p: float) -> int:
         if dropout_p > 0.0:
             raise TypeError(f"seed: expected {expected} for dropout_p={dropout_p}, got None")
         return 0
-    seed = _integer("seed", value, expected)
+    seed = check_integer("seed", value, expected)
     if not 0 <= seed < 1 << 64:
         raise ValueError(f"seed: expected {expected}, got {_show(seed)}")
     return seed
 
 
-def _integer(name: str, value: Any, expected: str = "an integer") -> int:
+def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
     """Return a Python int; a bool is none, and nothing is rounded."""
     if not isinstance(value, (bool, np.bool_)):
         try:
@@ -516,23 +516,23 @@ def _integer(name: str, value: Any, expected: str = "an integer") -> int:
     raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
 
 
-def _integers(name: str, value: Any, B: int) -> list[int]:
+def check_integers(name: str, value: Any, B: int) -> list[int]:
     """Return one Python int of any size for each batch item."""
     expected = f"an integer or {B} of them, one for each batch item"
     if isinstance(value, int):
-        return [_integer(name, value, expected)] * B
+        return [check_integer(name, value, expected)] * B
     if not isinstance(value, (list, tuple)):
         array = _as_array(name, value)
         if array.dtype.kind not in "iuO":
             raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
         if array.ndim == 0:
-            return [_integer(name, array[()], expected)] * B
+            return [check_integer(name, array[()], expected)] * B
         if array.ndim != 1:
             raise ValueError(f"{name}: expected {expected}, got shape {array.shape}")
         value = array.tolist()
     if len(value) != B:
         raise ValueError(f"{name}: expected {expected}, got {len(value)}")
-    return [_integer(f"{name}[{b}]", x) for b, x in enumerate(value)]
+    return [check_integer(f"{name}[{b}]", x) for b, x in enumerate(value)]
 
 
 def _filled(B: int, value: int) -> NDArray[np.int64]:
@@ -542,7 +542,7 @@ def _filled(B: int, value: int) -> NDArray[np.int64]:
 
 
 def _lengths(name: str, value: Any, B: int, N: int) -> NDArray[np.int64]:
-    lengths = _integers(name, value, B)
+    lengths = check_integers(name, value, B)
     for b, n in enumerate(lengths):
         if not 0 <= n <= N:
             raise ValueError(f"{name}: expected lengths from 0 to {N}, got {_show(n)} for item {b}")
@@ -562,14 +562,14 @@ def _window(value: Any) -> Window:
 def _window_side(value: Any, expected: str) -> int | None:
     if value is None:
         return None
-    side = _integer("window_size", value, expected)
+    side = check_integer("window_size", value, expected)
     if side < -1:
         raise ValueError(f"window_size: expected {expected}, got {_show(side)}")
     return None if side == -1 else side
 
 
 def _clamp(side: int | None) -> int | None:
-    return None if side is None else min(side, 2 * _FAR)
+    return None if side is None else min(side, 2 * FAR)
 
 
 def _near(offset: int, left: int | None, right: int | None) -> int:
@@ -578,12 +578,12 @@ def _near(offset: int, left: int | None, right: int | None) -> int:
     Of a far offset only the distance to the window's other end matters, so that is what is
     clamped: ``offset=2**70, left=2**70`` still sees from key 0 on.
     """
-    if offset >= _FAR:
+    if offset >= FAR:
         reach = left or 0
-        return max(-_FAR, min(offset - reach, _FAR)) + min(reach, 2 * _FAR)
-    if offset <= -_FAR:
+        return max(-FAR, min(offset - reach, FAR)) + min(reach, 2 * FAR)
+    if offset <= -FAR:
         reach = right or 0
-        return max(-_FAR, min(offset + reach, _FAR)) - min(reach, 2 * _FAR)
+        return max(-FAR, min(offset + reach, FAR)) - min(reach, 2 * FAR)
     return offset
 
 

@@ -9,8 +9,8 @@ import PIL.Image
 import pytest
 
 from nattn import bench
-from nattn.bench import Against, BenchError, Curve, Latency, Memory, Plan, Result, Speed
-from nattn.measure import PREPARE, Case
+from nattn.bench import Against, BenchError, Curve, Memory, Plan, Result, Snippet, Speed
+from nattn.measure import MODIFIERS, PREPARE, Case
 
 ABOUT = {"processor": "Example 9000", "threads": "2"}
 
@@ -26,6 +26,7 @@ RESULTS = [
     Result("memory", {"MiB": 1.25}, {"MiB": 32}),
     Result("tiny", {"seconds": 41.4e-6}, {"seconds": 60e-6}),
     Result("first", {"seconds": 4.5}, {"seconds": 6.0}),
+    Result("later", {"compilations": 0}, {"compilations": 0}),
 ]
 
 FILE = f"before\n\n{bench.BEGIN}\nold table\n{bench.END}\n\nafter\n"
@@ -37,6 +38,12 @@ def test_rows_have_names_of_their_own() -> None:
     assert set(bench.QUICK) <= set(names)
     peers = {peer for row in bench.ROWS if isinstance(row, Speed) for peer in row.peers}
     assert peers <= set(PREPARE)
+    assert "flex" not in Speed("a", "plain", Case()).peers  # it compiles for half a minute
+
+
+def test_every_modifier_is_measured() -> None:
+    cases = [row.case for row in bench.ROWS if isinstance(row, Speed | Against | Memory)]
+    assert {case.mod for case in cases} == {None, *MODIFIERS}
 
 
 def test_select() -> None:
@@ -57,6 +64,7 @@ def test_a_table_for_a_terminal() -> None:
         ["1.2", "MiB", "(32.0", "MiB)"],
         ["41", "µs", "(60", "µs)"],
         ["4.50", "s", "(6.00", "s)"],
+        ["0", "(0)"],
     ]
 
 
@@ -138,15 +146,17 @@ def test_every_kind_of_row_is_measured() -> None:
         Speed("a", "speed", SMALL, 85, {"numpy": 2.0}),
         Speed("b", "no such matrix", Case(H=1, N=24_000, D=4, window=(1, 0)), peers=("numpy",)),
         Against("c", "forms", Case(H=2, N=64, D=16, form="packed"), SMALL, 0.85),
+        Against("c", "modified", Case(H=2, N=64, D=16, mod="softcap"), SMALL, 0.85),
         Memory("d", "memory", SMALL, 32),
-        Latency("e", "latency", "print(0.25)", 1.0),
-        Latency(
+        Snippet("e", "latency", "print(0.25)", 1.0),
+        Snippet(
             "f", "cold", "import os; print(len(os.environ['NATTN_CACHE_DIR']))", 1.0, cold=True
         ),
+        Snippet("g", "counted", "print(3)", 0, unit="compilations"),
     ]
     results = bench.run(rows, PLAN, told.append)
     assert told == results
-    speed, alone, forms, memory, latency, cold = results
+    speed, alone, forms, modified, memory, latency, cold, counted = results
     assert set(speed.figures) == {"GFLOP/s", "% of peak", "x numpy"}
     assert all(value > 0 for value in speed.figures.values())
     assert speed.asked == {"% of peak": 85, "x numpy": 2.0}
@@ -155,38 +165,63 @@ def test_every_kind_of_row_is_measured() -> None:
     assert set(alone.figures) == {"GFLOP/s", "% of peak"}
     assert alone.notes == ("numpy: the dense matrix would need 2 GiB",)
     assert 0.01 < forms.figures["ratio"] < 100
+    assert 0.01 < modified.figures["ratio"] < 100
     assert 0 <= memory.figures["MiB"] < 32
     assert latency.figures == {"seconds": 0.25}
     assert cold.figures["seconds"] > 0
+    assert (counted.figures, counted.asked) == ({"compilations": 3}, {"compilations": 0})
+
+
+class Fixed:
+    """A contestant that always takes as long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def prepare(self, case: Case) -> None:
+        pass
+
+    def sample(self) -> float:
+        return self.seconds
+
+    def peak(self, dtype: str) -> float:
+        return 100.0
 
 
 def test_a_figure_is_work_over_time_over_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fixed:
-        seconds = 0.002
-
-        def prepare(self, case: Case) -> None:
-            pass
-
-        def sample(self) -> float:
-            return self.seconds
-
-        def peak(self, dtype: str) -> float:
-            return 100.0
-
-    class Slow(Fixed):
-        seconds = 0.005
-
-    fixed = {"nattn": Fixed(), "numpy": Slow()}
+    fixed = {"nattn": Fixed(0.002), "numpy": Fixed(0.005)}
     monkeypatch.setattr(bench.Field, "get", lambda self, name, *args, **kwargs: fixed[name])
     (result,) = bench.run([Speed("a", "speed", Case(H=1, N=1000, D=25))], PLAN)
     assert result.figures == pytest.approx({"GFLOP/s": 50.0, "% of peak": 50.0, "x numpy": 2.5})
 
 
+def test_a_ratio_is_of_times_or_of_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = {0: Fixed(0.002), 1: Fixed(0.006)}
+    monkeypatch.setattr(bench.Field, "get", lambda self, name, *args, copy=0: fixed[copy])
+    half, whole = Case(H=1, N=100, D=4), Case(H=2, N=100, D=4)
+    rows = [Against(name, name, half, whole, 1.0, by_work=name == "b") for name in "ab"]
+    times, speeds = bench.run(rows, PLAN)
+    assert times.figures["ratio"] == pytest.approx(3.0)
+    assert speeds.figures["ratio"] == pytest.approx(1.5)
+
+
+def test_known_functions_are_not_compiled_again() -> None:
+    rebound, later = bench.run(bench.select(["rebound", "later"]), Plan(1, 1, ()))
+    assert rebound.figures == later.figures == {"compilations": 0}
+
+
+def test_compilations_are_counted() -> None:
+    """Were the counter blind, the rows that ask for none would always do well."""
+    code = bench.MODIFIED + "print(compilations(lambda: nattn.attention(x, x, x, score_mod=fresh)))"
+    (result,) = bench.run([Snippet("a", "new", code, 0, unit="compilations")], Plan(1, 1, ()))
+    assert result.figures["compilations"] >= 1
+
+
 def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
     rows: list[bench.Row] = [
-        Latency("a", "broken", "1 / 0", 1.0),
+        Snippet("a", "broken", "1 / 0", 1.0),
         Memory("b", "wrong form", Case(form="no such form"), 1.0),
-        Latency("c", "sound", "print(1)", 1.0),
+        Snippet("c", "sound", "print(1)", 1.0),
     ]
     broken, wrong, sound = bench.run(rows, PLAN)
     assert broken.figures == wrong.figures == {}

@@ -90,8 +90,7 @@ def compiled(dtype: str, W: int) -> tuple[list[str], Callable[..., None]]:
     vector = ir.VectorType(ELEMENTS[dtype], W)
     size = np.dtype(dtype).itemsize
 
-    @intrinsic
-    def step(typingctx: Any, which: Any, x: Any, y: Any, out: Any) -> Any:
+    def emit_step(typingctx: Any, which: Any, x: Any, y: Any, out: Any) -> Any:
         def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
             which_, *addresses = args
             pointers = [b.inttoptr(a, vector.as_pointer()) for a in addresses]
@@ -116,6 +115,8 @@ def compiled(dtype: str, W: int) -> tuple[list[str], Callable[..., None]]:
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), codegen
+
+    step = intrinsic(emit_step)
 
     def run(which: int, n: int, x: int, y: int, out: int) -> None:
         for i in range(0, n * size, W * size):
@@ -231,13 +232,13 @@ def wider(dtype: str) -> Any:
     return wide if np.finfo(wide).nmant >= np.finfo(dtype).nmant + 10 else None
 
 
-def assert_accurate(name: str, ulps: float, got: Array, exact: Array, *operands: Array) -> None:
+def assert_accurate(name: str, ulps: float, got: Array, exact: Array, *given: Array) -> None:
     """Assert that results are as near the exact ones as promised; `exact` is of a wider type."""
     f = np.finfo(got.dtype)
     wide = exact.dtype.type
     np.testing.assert_array_equal(np.isnan(got), np.isnan(exact), err_msg=name)
     number = ~np.isnan(exact)
-    got, exact, *operands = (a[number] for a in (got, exact, *operands))
+    got, exact = got[number], exact[number]
     np.testing.assert_array_equal(np.signbit(got), np.signbit(exact), err_msg=name)
     with np.errstate(all="ignore"):
         # The spacing of the numbers below the exact result. What is past the largest number may
@@ -258,7 +259,7 @@ def assert_accurate(name: str, ulps: float, got: Array, exact: Array, *operands:
         error[exact < f.tiny * (1 + ulps * f.eps)] = 0
     worst = np.argmax(error)
     assert error[worst] <= ulps, (
-        f"{name} of {[a[worst] for a in operands]}: {got[worst]!r} for {exact[worst]!r}: "
+        f"{name} of {[a[number][worst] for a in given]}: {got[worst]!r} for {exact[worst]!r}: "
         f"{error[worst]} ulp"
     )
 
@@ -374,7 +375,7 @@ def test_accuracy_in_decimals(name: str, dtype: str) -> None:
     f = np.finfo(dtype)
     function = DECIMAL_FUNCTIONS[name.removesuffix("_nonpositive")]
     operands = decimal_arguments(name, dtype)
-    got = evaluate(name, *operands)
+    got = evaluate(name, operands[0], operands[-1])
     with decimal.localcontext(prec=80, Emin=-9999, Emax=9999):
         least = Decimal(2) ** (f.minexp - f.nmant)
         end = Decimal(2) ** f.maxexp
@@ -396,10 +397,9 @@ def test_beyond_a_million_sin_and_cos_stay_in_range(dtype: str) -> None:
     x = x[np.isfinite(x)]
     s, c = evaluate("sin", x), evaluate("cos", x)
     assert max(np.abs(s).max(), np.abs(c).max()) <= 1
-    # What they return is the sine and the cosine of one number.
-    np.testing.assert_allclose(
-        s.astype("f8") ** 2 + c.astype("f8") ** 2, 1, atol=9 * np.finfo(dtype).eps
-    )
+    # What they return is the sine and the cosine of one number: 4 ulp of each, squared.
+    circle = s.astype("f8") ** 2 + c.astype("f8") ** 2
+    assert np.abs(circle - 1).max() <= 9 * np.finfo(dtype).eps
     # It is near x, as near as x's own digits tell, for as long as these say anything.
     near = np.abs(x) < 2.0 ** (np.finfo(dtype).nmant - 3)
     slack = 4 * np.finfo(dtype).eps * (1 + np.abs(x[near]))
@@ -436,7 +436,8 @@ def test_special_values(dtype: str) -> None:
         np.testing.assert_array_equal(got, np.array(list(results.values()), dtype), err_msg=name)
         assert not np.signbit(got[got == 0]).any(), name
     # Where a function is odd the sign of zero survives, and next to it each number.
-    small = np.array([0, least, 3 * least, tiny, 1.5 * tiny, f.eps / 16], dtype)
+    steps: list[Any] = [0, least, 3 * least, tiny, 1.5 * tiny, f.eps / 16]
+    small = np.array(steps, dtype)
     for name in ("expm1", "log1p", "tanh", "sin"):
         for x in (small, -small):
             got = evaluate(name, x)
@@ -447,7 +448,22 @@ def test_special_values(dtype: str) -> None:
 
 def of_special_values(dtype: str) -> Array:
     f = np.finfo(dtype)
-    some = [0, 1, 2, 3, 7, 0.5, 0.25, 1.5, 2.5, 1e30, 1e-30, 2.0**60, 2.0**24 + 1, 2.0**53 - 1]
+    some: list[Any] = [
+        0,
+        1,
+        2,
+        3,
+        7,
+        0.5,
+        0.25,
+        1.5,
+        2.5,
+        1e30,
+        1e-30,
+        2.0**59,
+        2.0**24 + 1,
+        2.0**53 - 1,
+    ]
     some += [1 + f.eps, 1 - f.epsneg, f.max, f.tiny, f.smallest_subnormal, math.inf, math.nan]
     return np.array([*some, *(-x for x in some)], dtype)
 
@@ -462,7 +478,9 @@ def test_power_of_special_values(dtype: str) -> None:
         got = evaluate("power" if n is None else f"power {n}", x, exponents)
         with np.errstate(all="ignore"):
             expected = np.power(x, exponents)
-        for special in (0.0, 1.0, math.inf):
+        one = (x == 1) | (exponents == 0) | ((x == -1) & np.isinf(exponents))
+        assert np.all(got[one] == 1)
+        for special in (0.0, math.inf):
             np.testing.assert_array_equal(np.abs(got) == special, np.abs(expected) == special)
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
         number = ~np.isnan(got)
@@ -513,7 +531,9 @@ def test_integers(W: int) -> None:
         expected = [wrapped(a, constant) for a in bases.tolist()]
         np.testing.assert_array_equal(evaluate(f"power {constant}", bases, W=W), expected)
     for name in EXACT:
-        np.testing.assert_array_equal(evaluate(name, bases, W=W), reference(name, bases))
+        # NumPy rounds integers to floats in rint; here they stay.
+        exact = bases if name == "rint" else reference(name, bases)
+        np.testing.assert_array_equal(evaluate(name, bases, W=W), exact)
 
 
 @dtype_of_each_kind

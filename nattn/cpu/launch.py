@@ -16,7 +16,10 @@ from ..lanes import Tile
 from ..problem import Problem
 from . import backward as back
 from . import score, threads, tiles
+from .classify import classify
 from .forward import ARGS, forward_worker
+
+__all__ = ["classify", "forward"]
 
 TINY = 5e6
 """Below this the calling thread is done before another one would have begun."""
@@ -114,8 +117,7 @@ def forward(
     if lse.size == 0:
         return
     if p.Nk == 0:
-        out[...] = 0
-        lse[...] = -np.inf
+        _without_keys(p, out, lse)
         return
     dtype = "float32" if p.dtype.itemsize == 4 else "float64"
     # The softmax and each tile function are work, too: some operations for every score.
@@ -150,6 +152,21 @@ def forward(
     threads.run(todo.worker, args, control, workers, flops, keep=keep, progress=progress)
     _scratch.give_back(scratch)
     score.raise_outside(bound.names, threads.troubles(control))
+
+
+def _without_keys(p: Problem, out: NDArray[Any], lse: NDArray[Any]) -> None:
+    """Write what a problem without keys gives: nothing, or the sinks alone."""
+    out[...] = 0
+    lse[...] = -np.inf
+    if p.sinks is None:
+        return
+    exists = (np.arange(p.Nq) < p.q_lens[:, None, None])[..., None]
+    sinks = p.sinks[None, :, None]
+    with np.errstate(invalid="ignore"):
+        # a sink that is not finite makes its rows NaN
+        none = np.where(sinks == -np.inf, 0.0, sinks - sinks).astype(p.dtype)
+        lse[...] = np.where(exists[..., 0], sinks + none, lse)
+        out[...] = np.where(exists, none[..., None], out)
 
 
 @dataclass(frozen=True)

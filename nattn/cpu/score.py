@@ -276,7 +276,8 @@ def _callable(function: Any) -> Callable[..., Any]:
     copy, helpers = functions.frozen(function)
     for helper in helpers:
         inlined(helper)
-    return inlined(copy)
+    result: Callable[..., Any] = inlined(copy)
+    return result
 
 
 def _negated(f):
@@ -485,7 +486,7 @@ def _explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
         f for leaf in _leaves(tree) for f in (leaf.function, *functions.helpers(leaf.function))
     ]
     by_file = {f.__code__.co_filename: f.__name__ for f in plain}
-    where = plain[0].__name__
+    where = " and ".join(leaf.function.__name__ for leaf in _leaves(tree))
     for file, line in reversed(re.findall(r"[Dd]uring: typing of .*? at (.+?) \((\d+)\)", text)):
         if file in by_file:
             source = linecache.getline(file, int(line)).strip()
