@@ -181,10 +181,10 @@ def _bind(
     signature = _signature(plain)
     for p in signature.parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY):
-            star = "*, " if p.kind == p.KEYWORD_ONLY else ""
+            which = ("*, " if p.kind == p.KEYWORD_ONLY else "") + str(p).split("=")[0]
             raise TypeError(
                 f"{name}: expected a function {call} with named parameters, got "
-                f"{plain.__name__}{signature}, of which {star}{str(p).split('=')[0]} cannot be compiled"
+                f"{plain.__name__}{signature}, of which {which} cannot be compiled"
             )
     try:
         bound = signature.bind(*args, *_ARGUMENTS[:count], **keywords)

@@ -725,15 +725,18 @@ def prepare(name: str, case: Case, threads: int) -> Call:
         call = PREPARE[name](case, threads)
     except ImportError as missing:
         raise Unsupported(f"not installed ({missing.name or missing})") from None
-    out = call()
-    error, allowed = _error(case, out)
-    if not error <= allowed:
-        raise ArithmeticError(f"wrong by {error:.2g}, more than the {allowed:.2g} allowed")
+    check(case, call())
     return call
 
 
-def _error(case: Case, out: Array) -> tuple[float, float]:
-    """Compare sampled rows of a result, in all heads, with the reference."""
+def check(case: Case, out: Array) -> None:
+    """Compare sampled rows of a result, in all heads, with the reference.
+
+    Raises
+    ------
+    ArithmeticError
+        If they are wrong.
+    """
     q, k, v, options = case.arrays()
     mask = options.pop("mask", None)
     dropout_p, seed = options.pop("dropout_p", 0.0), options.pop("seed", 0)
@@ -766,7 +769,9 @@ def _error(case: Case, out: Array) -> tuple[float, float]:
         # np.max, unlike max, keeps a NaN
         error = float(np.max([error, np.abs(out[0, :, row] - want[0, :, 0]).max(initial=0.0)]))
     # Peers promise no budget of ours: this only tells what computes something else
-    return error, 1e-3 if case.dtype == "float32" else 1e-9
+    allowed = 1e-3 if case.dtype == "float32" else 1e-9
+    if not error <= allowed:
+        raise ArithmeticError(f"wrong by {error:.2g}, more than the {allowed:.2g} allowed")
 
 
 # Each in a process of its own

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from nattn import measure
-from nattn.measure import Case, Contestant, PeakMemory, Samples, Unsupported, interleave, timed
+from nattn.measure import (
+    MODIFIERS,
+    Case,
+    Contestant,
+    PeakMemory,
+    Samples,
+    Unsupported,
+    interleave,
+    timed,
+)
 
 SMALL = Case(B=1, H=2, N=96, D=16)
 
@@ -45,6 +54,31 @@ def test_flops_are_those_of_both_products() -> None:
     assert Case(B=1, H=1, N=10, D=4, Dv=6).flops() == 2 * 100 * (4 + 6)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mod", ["causal", "documents", "prefix", "local"])
+def test_scores_of_blocks_that_are_skipped_do_not_count(mod: str, causal: bool) -> None:
+    n, size = 300, 128
+    case = Case(B=2, H=3, N=n, mod=mod, causal=causal)
+    i, j = np.arange(n)[:, None], np.arange(n)
+    seen = np.broadcast_to(case.arrays()[3]["mask_mod"](0, 0, i, j), (n, n))
+    count = 0
+    for block in itertools.product(range(0, n, size), repeat=2):
+        rows, keys = (slice(first, first + size) for first in block)
+        inside = (j <= i if causal else np.ones((n, n), bool))[rows, keys]
+        count += int(inside.sum()) if seen[rows, keys].any() else 0
+    assert case.visible() == 6 * count
+    every = Case(B=2, H=3, N=n, causal=causal).visible()
+    assert Case(B=2, H=3, N=n, mod=mod, causal=causal, skip=False).visible() == every
+    assert count < n * n
+
+
+def test_documents_are_about_as_long_but_end_within_blocks() -> None:
+    lengths = np.bincount(measure.document_numbers(16_384))
+    assert len(lengths) == 16
+    assert (abs(lengths - 1024) < 256).all()
+    assert (np.cumsum(lengths)[:-1] % 128 != 0).all()
+
+
 @pytest.mark.parametrize("form", ["packed", "reversed", "strided", "read-only", "unaligned"])
 def test_forms_lie_in_memory_as_they_say(form: str) -> None:
     for x in Case(H=2, N=8, D=4, Dv=3, form=form).arrays()[:3]:
@@ -66,6 +100,17 @@ def test_masks() -> None:
     assert tiles.all()  # every tile hides something
     assert Case(N=n, mask="open").arrays()[3]["mask"].all()
     assert 0.4 < Case(N=n, mask="random").arrays()[3]["mask"].mean() < 0.6
+
+
+@pytest.mark.parametrize("mod", MODIFIERS)
+def test_modifiers_change_the_result(mod: str) -> None:
+    """Were a modifier lost on the way, its cost would be, too."""
+    plain, changed = (Case(H=2, N=400, D=16, mod=m) for m in (None, mod))
+    out = measure.prepare("nattn", changed, 1)()
+    with pytest.raises(ArithmeticError, match="wrong by"):
+        measure.check(plain, out)
+    every = Case(H=2, N=400, D=16, mod=mod, skip=False)
+    np.testing.assert_array_equal(out, measure.prepare("nattn", every, 1)())
 
 
 # Taking turns
@@ -168,11 +213,16 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, factor: fl
         Case(H=2, N=96, D=16, Dv=24),
         Case(H=2, N=96, D=16, window=(20, 0)),
         Case(H=2, N=96, D=16, mask="random"),
+        Case(H=2, N=96, D=16, mask="random", causal=True, mod="dropout"),
     ],
-    ids=["plain", "causal", "float64", "Dv", "window", "mask"],
+    ids=["plain", "causal", "float64", "Dv", "window", "mask", "dropout"],
 )
 @pytest.mark.parametrize("name", ["nattn", "numpy", "reference"])
 def test_prepared_calls_are_right(name: str, case: Case) -> None:
+    if case.mod is not None and name == "numpy":
+        with pytest.raises(Unsupported, match="no functions of scores"):
+            measure.prepare(name, case, 1)
+        return
     assert measure.prepare(name, case, 1)().shape == (1, 2, case.N, case.width)
 
 
@@ -191,6 +241,27 @@ def test_peers_compute_the_same_or_sit_out(name: str) -> None:
                 assert peer.sample(0.0) > 0
                 done += 1
     assert done >= 2
+
+
+@pytest.mark.parametrize("case", [Case(mod="gate"), Case(mask="open"), Case(dtype="float64")])
+def test_flex_sits_out(case: Case) -> None:
+    with pytest.raises(Unsupported, match="not written for it|float32 only|not installed"):
+        measure.prepare("flex", case, 1)
+
+
+def test_flex_computes_the_same_or_sits_out() -> None:
+    """Each case compiles for half a minute, so they are few: every argument once."""
+    with Contestant("flex", 1) as peer:
+        for case in (
+            Case(H=2, N=200, D=16, mod="softcap", window=(20, 0)),
+            Case(H=2, N=200, D=16, mod="ALiBi", causal=True),
+            Case(H=2, N=200, D=16, mod="documents"),
+        ):
+            try:
+                peer.prepare(case)
+            except Unsupported as reason:
+                pytest.skip(str(reason))
+            assert peer.sample(0.0) > 0
 
 
 def test_a_contestant_in_its_own_process() -> None:
