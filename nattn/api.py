@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .masks import Blocks
-from .problem import Integers, Mod, Problem, Scale, Window, check_flag, check_name
+from .problem import WRT, Integers, Mod, Problem, Scale, Window, check_flag, check_name
 
 Progress = Callable[[float], object]
 
@@ -388,9 +388,294 @@ def _attend(
         out=out,
     )
     return_lse = check_flag("return_lse", return_lse)
+    out, lse = _forward(problem, out, backend, progress)
+    return (out, problem.as_given(lse)) if return_lse else out
+
+
+def _forward(
+    problem: Problem, out: NDArray[Any] | None, backend: str, progress: Progress | None
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return `out`, which is made if there is none, and ``(B, Hq, Nq)`` lse."""
     forward = load_backend(backend).forward
     if out is None:
         out = np.empty(problem.out_shape, problem.dtype)
     lse = np.empty((problem.B, problem.Hq, problem.Nq), problem.dtype)
     forward(problem, problem.as_bhnd(out), lse, progress=progress)
-    return (out, problem.as_given(lse)) if return_lse else out
+    return out, lse
+
+
+# Gradients
+
+
+class Gradients(NamedTuple):
+    """Gradients of a loss; None for what was not asked for.
+
+    Each has the shape of the argument that it is named after, and its dtype in native byte order.
+    """
+
+    dq: NDArray[Any] | None
+    dk: NDArray[Any] | None
+    dv: NDArray[Any] | None
+    dbias: NDArray[Any] | None
+    dsinks: NDArray[Any] | None
+    dalibi_slopes: NDArray[Any] | None
+
+
+class Arguments(TypedDict, total=False):
+    """What `attention` is called with beside q, k and v, and what a gradient depends on."""
+
+    causal: bool
+    q_offset: Integers | None
+    window_size: Window | None
+    mask: ArrayLike | None
+    bias: ArrayLike | None
+    scale: Scale | None
+    softcap: Scale | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    block_mask: Blocks | None
+    q_lens: Integers | None
+    kv_lens: Integers | None
+    dropout_p: float
+    seed: int | None
+    layout: str
+
+
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    dlse: ArrayLike | None = None,
+    wrt: tuple[str, ...] | list[str] = ("q", "k", "v"),
+    causal: bool = False,
+    q_offset: Integers | None = None,
+    window_size: Window | None = None,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    scale: Scale | None = None,
+    softcap: Scale | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    block_mask: Blocks | None = None,
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    layout: str = "bhnd",
+    backend: str = "auto",
+) -> Gradients:
+    """Gradients of attention, in memory that grows linearly with the input.
+
+    Of a loss whose gradient with respect to the output is `dout`, for each batch item and query
+    head, with the ``s``, ``p = exp(s - lse)`` and ``kept`` of the forward pass::
+
+        w[i, j]     = p[i, j] * kept[i, j] / (1 - dropout_p)       what weighs a value
+        dv[j]       = sum_i w[i, j] * dout[i]
+        dp[i, j]    = dot(dout[i], v[j]) * kept[i, j] / (1 - dropout_p)
+        delta[i]    = dot(dout[i], out[i])
+        ds[i, j]    = p[i, j] * (dp[i, j] - delta[i] + dlse[i])    of s after all modifiers
+        dbias       = ds, summed over the axes along which the bias was broadcast
+        dslopes[h]  = -sum_ij ds[i, j] * |pos - j|
+        dsinks[h]   = sum_i exp(sinks[h] - lse[i]) * (dlse[i] - delta[i])
+        ds          = ds * d score_mod / d score, of softcap too   of s = scale * dot(q, k)
+        dq[i]       = scale * sum_j ds[i, j] * k[j]
+        dk[j]       = scale * sum_i ds[i, j] * q[i]
+
+    over visible pairs; dk and dv are summed over the query heads that share a key head. Scores are
+    computed again from q, k and lse: no matrix of them is ever built.
+
+    Parameters
+    ----------
+    dout : array_like
+        Gradient with respect to `out`, of its shape and dtype. Any strides will do, also
+        ``np.broadcast_to(np.float32(1), out.shape)``.
+    q, k, v : array_like
+        Those of the forward pass.
+    out, lse : array_like
+        What `attention` returned for them with ``return_lse=True`` and the same arguments.
+    dlse : array_like, optional
+        Gradient with respect to `lse`, of its shape and dtype, if the loss depends on it.
+    wrt : tuple or list of str, default ("q", "k", "v")
+        With respect to what: "q", "k", "v", "bias", "sinks" and "alibi_slopes". What is left out
+        is neither computed nor allocated.
+    causal, q_offset, window_size, mask, bias, scale, softcap, alibi_slopes, sinks : optional
+        As in `attention`.
+    score_mod, mask_mod, block_mask, q_lens, kv_lens, dropout_p, seed, layout, backend : optional
+        As in `attention`. Of a `score_mod` no derivative is asked: it runs on dual numbers. Arrays
+        that are bound to it get no gradient.
+
+    Returns
+    -------
+    Gradients
+        Named tuple ``(dq, dk, dv, dbias, dsinks, dalibi_slopes)``, None for what is not in `wrt`.
+        Each has the shape of its argument, in its layout (where that is "bnhd", as a view of a
+        head-major array), and its dtype; that of integer slopes or sinks has the dtype of q.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For bad input, before anything is computed. The text names the argument, what was expected
+        and what was got. Other arguments than those of the forward pass can mostly not be told:
+        they give the gradient of something else.
+    IndexError
+        If a score_mod or mask_mod indexes a bound array out of range where a pair is visible.
+    NotImplementedError
+        For legal input that no backend handles yet, as in `attention`.
+
+    Notes
+    -----
+    Hidden pairs contribute exactly 0, whatever lies in the slots of their key, value, bias, query
+    or dout, and rows that see no key have the gradient 0. A NaN that is visible reaches what
+    depends on it. Where a modifier has no derivative, as ``abs`` at 0, its derivative counts as 0,
+    and ``max`` and ``min`` follow their first argument at a tie.
+
+    Equal input gives equal bits, whatever the number of threads and the other items of the batch,
+    and whatever else is in `wrt`.
+
+    Beyond the results a call takes up to eight arrays of the size of dq, and no more than 64 MiB
+    of those where more than one key head would need them at once; one copy of dk and dv, padded to
+    the width of a register tile; and three numbers for each query row. A gradient of a bias of
+    shape ``(..., Nq, Nk)`` is itself a matrix.
+
+    The gradient is that of FlashAttention-2 [1]_, with the key heads and parts of the keys as
+    tasks. If `lse` and `out` are those of a softmax over more keys than `k` holds, what comes out
+    is these keys' share: shares of disjoint keys add up.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+       Partitioning", 2023, arXiv:2307.08691, section 3.1.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import nattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 8, 100, 64), dtype=np.float32)
+    >>> bias = np.zeros((8, 1, 100), np.float32)
+    >>> out, lse = nattn.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+    >>> dout = 2 * out  # the loss is the sum of out**2
+    >>> grads = nattn.attention_backward(
+    ...     dout, q, k, v, out, lse, bias=bias, causal=True, wrt=("q", "bias")
+    ... )
+    >>> grads.dq.shape, grads.dk, grads.dbias.shape
+    ((8, 100, 64), None, (8, 1, 100))
+    >>> step = 1e-3 * grads.dq / np.linalg.norm(grads.dq)  # uphill
+    >>> higher = nattn.attention(q + step, k, v, bias=bias, causal=True)
+    >>> bool((higher**2).sum() > (out**2).sum())
+    True
+    """
+    problem = Problem.build(
+        q,
+        k,
+        v,
+        causal=causal,
+        q_offset=q_offset,
+        window_size=window_size,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        dropout_p=dropout_p,
+        seed=seed,
+        layout=layout,
+    )
+    return _backward(problem, dout, out, lse, dlse, wrt, backend)
+
+
+def attention_vjp(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: bool = False,
+    out: NDArray[Any] | None = None,
+    backend: str = "auto",
+    **args: Unpack[Arguments],
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Attention, and the function that carries a gradient back through it.
+
+    Parameters
+    ----------
+    q, k, v, return_lse, out, backend, **args
+        As in `attention`.
+
+    Returns
+    -------
+    out : ndarray or (ndarray, ndarray)
+        What `attention` returns: with ``return_lse=True`` it is ``(out, lse)``.
+    vjp : callable
+        ``vjp(dout, dlse=None, wrt=("q", "k", "v"))`` returns the `Gradients`: the product of a
+        vector and the Jacobian. It may be called any number of times.
+
+    Raises
+    ------
+    ValueError, TypeError, IndexError, NotImplementedError
+        As `attention` does, and `vjp` as `attention_backward` does.
+
+    Notes
+    -----
+    The function holds views of q, k, v, out and all other arrays, not copies: if one is changed
+    before `vjp` is called, it returns the gradient of something else.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import nattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 50, 16))
+    >>> out, vjp = nattn.attention_vjp(q, k, v, causal=True)
+    >>> grads = vjp(np.ones_like(out))
+    >>> [x.shape for x in grads if x is not None]
+    [(50, 16), (50, 16), (50, 16)]
+    >>> bool(np.allclose(grads.dv.sum(axis=0), 50))  # 50 rows, whose weights sum to 1
+    True
+    """
+    unknown = args.keys() - Arguments.__optional_keys__
+    if unknown:
+        raise TypeError(f"expected arguments of nattn.attention, got {min(unknown)!r}")
+    problem = Problem.build(q, k, v, out=out, **args)
+    return_lse = check_flag("return_lse", return_lse)
+    result, rows = _forward(problem, out, backend, None)
+    lse = problem.as_given(rows)
+
+    def vjp(
+        dout: ArrayLike,
+        dlse: ArrayLike | None = None,
+        wrt: tuple[str, ...] | list[str] = ("q", "k", "v"),
+    ) -> Gradients:
+        """Return the gradients that `dout`, and `dlse` if lse matters too, give rise to."""
+        return _backward(problem, dout, result, lse, dlse, wrt, backend)
+
+    return ((result, lse) if return_lse else result), vjp
+
+
+def _backward(
+    problem: Problem,
+    dout: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    wrt: Any,
+    backend: str,
+    progress: Progress | None = None,
+) -> Gradients:
+    """Do what `attention_backward` does, calling ``progress(fraction_done)`` now and then."""
+    names = problem.check_wrt(wrt)
+    incoming = problem.check_incoming(dout, out, lse, dlse)
+    found = load_backend(backend).backward(problem, *incoming, names, progress=progress)
+    return Gradients(*(problem.gradient_as_given(x, found[x]) if x in names else None for x in WRT))

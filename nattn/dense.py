@@ -10,6 +10,9 @@ means the same as in a kernel, where each argument is one number of a vector:
 - A bound array can be indexed by integers alone; where an index is out of range is noted, and an
   error if that pair turns out to be visible.
 - Bound floats have the precision that the call computes in.
+
+For gradients the function runs on dual numbers, a value and its derivative by the score in one
+(`Dual`): it is the function itself that is differentiated, exactly, and no difference is taken.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import builtins
 import linecache
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +62,26 @@ class Dense:
         self.misses.clear()
         return np.asarray(self._call(*(np.asarray(x).view(_Array) for x in args)))
 
+    def derive(self, score: Any, *args: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return a modifier's scores and their derivatives with respect to `score`.
+
+        The derivative is 0 where the score is -inf, which hides the key.
+
+        Raises
+        ------
+        TypeError
+            As a call does, and for functions of the score that have no rule.
+        """
+        self.misses.clear()
+        x = np.asarray(score, np.float64).view(_Array)
+        indices = (np.asarray(i).view(_Array) for i in args)
+        result = self._call(Dual(x, np.ones_like(x)), *indices)
+        value, slope = (
+            (result.value, result.tangent) if isinstance(result, Dual) else (result, np.zeros(()))
+        )
+        value, slope = np.broadcast_arrays(np.asarray(value), np.asarray(slope))
+        return value, np.where(value == -np.inf, 0.0, slope)
+
     def check_indices(self, visible: NDArray[np.bool_]) -> None:
         """Raise if a bound array was indexed out of range where a pair is visible.
 
@@ -97,7 +120,7 @@ class Dense:
             elif not text.startswith("expected"):
                 text = f"expected what NumPy does with arrays, got: {text}"
             raise kind(f"{self.name}: {text}{place}") from error
-        array = np.asarray(result)
+        array = np.asarray(result.value if isinstance(result, Dual) else result)
         kinds, expected = ("b", "booleans") if self.name == "mask_mod" else ("fiu", "real numbers")
         if array.dtype.kind not in kinds:
             got = f"dtype {array.dtype}" if array.dtype.kind != "O" else repr(result)[:60]
@@ -114,7 +137,8 @@ class Dense:
             )
         if expected == "real numbers":
             array = array.astype(np.float64)
-        return np.broadcast_to(array, pairs).view(_Array)
+        array = np.broadcast_to(array, pairs).view(_Array)
+        return Dual(array, result.tangent) if isinstance(result, Dual) else array
 
 
 def rounded(value: Any, dtype: np.dtype) -> Any:
@@ -158,6 +182,178 @@ class _Array(np.ndarray):
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = _anew
     __ipow__ = __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _anew
+
+
+class Dual(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array together with its derivative by the score: forward-mode differentiation.
+
+    Each function of NumPy computes its value as always, and its derivative by the rule in
+    `_RULES`. A. Griewank and A. Walther, "Evaluating Derivatives", 2nd edition, SIAM 2008,
+    chapter 3. Where there is no derivative, or floats cannot tell it:
+
+    - comparisons look at values and give plain arrays, and so do floor, sign and their like;
+    - ``np.where`` takes the derivative of the branch that it takes, whatever the other's;
+    - abs has the derivative 0 at 0; maximum and minimum follow their first argument at a tie, clip
+      its argument at a bound;
+    - 0 times anything is 0, and a product that overflows is the largest number;
+    - of ``x ** y`` the derivative by y is 0 where x is 0.
+
+    Attributes
+    ----------
+    value, tangent
+        Arrays, or what else NumPy's functions take.
+    """
+
+    def __init__(self, value: Any, tangent: Any) -> None:
+        self.value, self.tangent = value, tangent
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the value."""
+        return tuple(self.value.shape)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method != "__call__" or kwargs or ufunc not in _RULES:
+            raise TypeError(f"expected a function that nattn can differentiate, got {ufunc}")
+        for x in inputs:
+            if isinstance(x, _Bounded):
+                np.asarray(x)  # raises
+        z = ufunc(*map(_value, inputs))
+        if isinstance(z, np.ndarray | np.generic):
+            z = np.asarray(z).view(_Array)
+        rule = _RULES[ufunc]
+        tangent = None if rule is None else rule(z, *_operands(inputs))
+        return z if tangent is None else Dual(z, tangent)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func not in (np.where, np.clip) or len(args) != 3 or kwargs:
+            raise TypeError(
+                f"expected a function that nattn can differentiate, got np.{func.__name__}"
+            )
+        z = func(*map(_value, args))
+        rule = _where_rule if func is np.where else _clip_rule
+        tangent = rule(z, *_operands(args))
+        return z if tangent is None else Dual(z, tangent)
+
+    def __bool__(self) -> bool:
+        raise TypeError(_NO_TRUTH)
+
+    __int__ = __float__ = __complex__ = __index__ = __iter__ = _Array._one_number
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = _Array._anew
+    __ipow__ = __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _Array._anew
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, Dual) else x
+
+
+def _operands(inputs: Any) -> Iterator[Any]:
+    """Yield each value and its tangent, None for a constant."""
+    for x in inputs:
+        yield _value(x)
+        yield x.tangent if isinstance(x, Dual) else None
+
+
+_LARGEST = float(np.finfo(np.float64).max)
+
+
+def _times(dx: Any, factor: Any) -> Any:
+    """Multiply a tangent by a partial derivative."""
+    if dx is None:
+        return None
+    product = np.minimum(np.maximum(dx * factor, -_LARGEST), _LARGEST)
+    return np.where((dx == 0.0) | (factor == 0.0), 0.0, product)
+
+
+def _over(dx: Any, divisor: Any) -> Any:
+    if dx is None:
+        return None
+    return np.where((dx == 0.0) | (np.abs(divisor) == np.inf), 0.0, dx / divisor)
+
+
+def _plus(dx: Any, dy: Any) -> Any:
+    return dy if dx is None else dx if dy is None else dx + dy
+
+
+def _minus(dx: Any, dy: Any) -> Any:
+    return _plus(dx, None if dy is None else -dy)
+
+
+def _choose(condition: Any, dx: Any, dy: Any) -> Any:
+    if dx is None and dy is None:
+        return None
+    return np.where(condition, 0.0 if dx is None else dx, 0.0 if dy is None else dy)
+
+
+def _abs_rule(z: Any, x: Any, dx: Any) -> Any:
+    return _choose(x == 0.0, None, _choose(x < 0.0, -dx, dx))
+
+
+def _power_rule(z: Any, x: Any, dx: Any, y: Any, dy: Any) -> Any:
+    if dx is not None:  # the factor y makes it 0 where y is 0, at x = 0 too
+        dx = _times(_times(dx, y), np.power(x, np.subtract(y, 1.0)))
+    if dy is not None:
+        dy = _times(dy, np.where(x == 0.0, 0.0, z * np.log(x)))
+    return _plus(dx, dy)
+
+
+def _remainder_rule(z: Any, x: Any, dx: Any, y: Any, dy: Any) -> Any:
+    return _minus(dx, None if dy is None else _times(dy, np.floor_divide(x, y)))
+
+
+def _minimum_rule(z: Any, x: Any, dx: Any, y: Any, dy: Any) -> Any:
+    return _choose((x <= y) | np.isnan(x), dx, dy)
+
+
+def _maximum_rule(z: Any, x: Any, dx: Any, y: Any, dy: Any) -> Any:
+    return _choose((x >= y) | np.isnan(x), dx, dy)
+
+
+def _where_rule(z: Any, x: Any, dx: Any, y: Any, dy: Any, w: Any, dw: Any) -> Any:
+    return _choose(x, dy, dw)
+
+
+def _clip_rule(z: Any, x: Any, dx: Any, low: Any, dlow: Any, high: Any, dhigh: Any) -> Any:
+    raised = np.maximum(x, low)
+    return _minimum_rule(z, raised, _maximum_rule(z, x, dx, low, dlow), high, dhigh)
+
+
+_RULES: dict[Any, Any] = {
+    # z = f(x): from z, x and the tangent of x that of z
+    np.negative: lambda z, x, dx: -dx,
+    np.positive: lambda z, x, dx: dx,
+    np.absolute: _abs_rule,
+    np.fabs: _abs_rule,
+    np.square: lambda z, x, dx: _times(dx, x + x),
+    np.sqrt: lambda z, x, dx: _over(dx, z + z),
+    np.exp: lambda z, x, dx: _times(dx, z),
+    np.exp2: lambda z, x, dx: _times(dx, z * math.log(2)),
+    np.expm1: lambda z, x, dx: _times(dx, z + 1.0),
+    np.log: lambda z, x, dx: _over(dx, x),
+    np.log1p: lambda z, x, dx: _over(dx, x + 1.0),
+    np.tanh: lambda z, x, dx: _times(dx, (z + 1.0) * (1.0 - z)),
+    np.sin: lambda z, x, dx: _times(dx, np.cos(x)),
+    np.cos: lambda z, x, dx: -_times(dx, np.sin(x)),
+    # z = f(x, y)
+    np.add: lambda z, x, dx, y, dy: _plus(dx, dy),
+    np.subtract: lambda z, x, dx, y, dy: _minus(dx, dy),
+    np.multiply: lambda z, x, dx, y, dy: _plus(_times(dx, y), _times(dy, x)),
+    np.true_divide: lambda z, x, dx, y, dy: _over(
+        _minus(dx, None if dy is None else _times(dy, z)), y
+    ),
+    np.remainder: _remainder_rule,
+    np.power: _power_rule,
+    np.minimum: _minimum_rule,
+    np.maximum: _maximum_rule,
+    # the derivative is 0 wherever there is one
+    **dict.fromkeys((np.floor, np.ceil, np.trunc, np.rint, np.sign, np.floor_divide)),
+    # no floats
+    **dict.fromkeys((np.less, np.less_equal, np.greater, np.greater_equal, np.equal)),
+    **dict.fromkeys((np.not_equal, np.logical_and, np.logical_or, np.logical_not)),
+    **dict.fromkeys((np.isfinite, np.isnan, np.isinf)),
+}
+"""How each function is differentiated; None for those whose result is plain."""
 
 
 class _Bounded:

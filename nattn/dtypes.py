@@ -127,6 +127,119 @@ def error_budget(
     return ErrorBudget(both * out, both * lse)
 
 
+class PairBudget(NamedTuple):
+    """Largest absolute errors of what a backward pass makes of each pair of query and key."""
+
+    weight: NDArray[np.float64]
+    ds: NDArray[np.float64]
+
+
+def pair_budget(
+    dtype: np.dtype,
+    p: ArrayLike,
+    exponent: ArrayLike,
+    dp: ArrayLike,
+    delta: ArrayLike,
+    *,
+    score_error: ArrayLike,
+    lse_error: ArrayLike,
+    dp_size: ArrayLike,
+    delta_error: ArrayLike,
+    Dv: int,
+    dropout_p: float = 0.0,
+) -> PairBudget:
+    """Bound the rounding errors of a gradient, pair by pair; `sum_budget` adds them up.
+
+    As `error_budget`: worst case, derived and not fitted.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Compute dtype; ``u = eps / 2``.
+    p : array_like
+        Probabilities before dropout, 0 where hidden.
+    exponent : array_like
+        ``s - lse``.
+    dp : array_like
+        ``dot(dout, v) / (1 - dropout_p)``, 0 where dropped.
+    delta : array_like
+        ``dot(dout, out) - dlse`` of each row.
+    score_error, lse_error : array_like
+        Largest absolute errors of ``s`` as it is computed again, and of ``lse`` as it was passed.
+    dp_size : array_like
+        `dp` without cancellation: of ``|dout|`` and ``|v|``.
+    delta_error : array_like
+        Largest absolute error of `delta`; see 3.
+    Dv : int
+        Length of the dot product in `dp`.
+    dropout_p : float, default 0.0
+        Probability of dropping.
+
+    Returns
+    -------
+    PairBudget
+        Absolute errors of ``weight = p / (1 - dropout_p)``, which multiplies dout, and of
+        ``ds = p * (dp - delta)``.
+
+    Notes
+    -----
+    1. ``p = exp(s - lse)`` takes the errors of its operands as relative ones, that of their
+       difference (``u |s - lse|``) and those of two factors ``log2(e)`` (``2 u |s - lse|``), and
+       has at most 2 ulp of its own: ``e = score_error + lse_error + 3 u |s - lse| + 4 u``. Below
+       the smallest normal number it may be flushed to 0. Dropout costs two roundings.
+    2. ``dp`` is a dot product of ``Dv`` terms and has a factor with dropout, which is itself
+       rounded: ``(Dv + 2) u dp_size``.
+    3. ``delta`` sums ``dout * out`` in any order and takes the error of `out` besides:
+       ``sum_d |dout| (out_error + (Dv + 1) u |out|) + u (|delta| + |dlse|)``.
+    4. So ``t = dp - delta`` errs by the two and ``u (|dp| + |delta|)``, and ``ds = p * t`` by
+       ``p_error |t| + p t_error + p_error t_error`` and its own rounding.
+
+    Then a modifier multiplies by its derivative, which has an error of its own, and the results
+    are sums over pairs: `sum_budget`. In float64 the reference rounds just as much: twice as far.
+    """
+    info = np.finfo(dtype)
+    u = float(info.eps) / 2 * (2 if dtype == FLOAT64 else 1)
+    p, dp, delta, exponent, score_error, lse_error, dp_size, delta_error = (
+        np.asarray(x, np.float64)
+        for x in (p, dp, delta, exponent, score_error, lse_error, dp_size, delta_error)
+    )
+    e = score_error + lse_error + u * (3 * np.abs(exponent) + 4)
+    p_error = p * e + float(info.tiny)
+    t_error = (Dv + 2) * u * dp_size + delta_error + u * (np.abs(dp) + np.abs(delta))
+    t = np.abs(dp - delta)
+    ds = p_error * (t + t_error) + p * (t_error + u * t)
+    weight = p_error if dropout_p == 0.0 else (p_error + 2 * u * p) / (1.0 - dropout_p)
+    return PairBudget(weight, ds)
+
+
+def sum_budget(
+    dtype: np.dtype, error: NDArray[np.float64], size: NDArray[np.float64], n: ArrayLike
+) -> NDArray[np.float64]:
+    """Bound the error of a sum of ``n`` products, in any order.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Compute dtype.
+    error : ndarray
+        Sum of the errors of the terms.
+    size : ndarray
+        Sum of the absolute values of the terms.
+    n : array_like
+        Number of terms.
+
+    Returns
+    -------
+    ndarray
+        ``error + (n + 3) u size``: each product and each addition is rounded, and so is a factor
+        before and after the sum; and the smallest number for each product that is below it.
+    """
+    info = np.finfo(dtype)
+    u = float(info.eps) / 2 * (2 if dtype == FLOAT64 else 1)
+    n = np.asarray(n, np.float64)
+    return np.asarray(error + (n + 3) * u * size + n * float(info.smallest_subnormal))
+
+
 def default_scale(D: int) -> float:
     """Return ``1 / sqrt(D)``, which restores the unit variance of a dot product."""
     return 1.0 / math.sqrt(D)

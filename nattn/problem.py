@@ -28,6 +28,10 @@ Mod = Callable[..., Any]
 FAR = 1 << 59
 """Farther than any array reaches; an int64 holds the sum of fifteen such numbers."""
 
+LEARNT = ("bias", "sinks", "alibi_slopes")
+WRT = ("q", "k", "v", *LEARNT)
+"""Arguments that have a gradient; the first three always, the others if they were passed."""
+
 _INT64 = np.dtype(np.int64)
 
 
@@ -71,6 +75,11 @@ class Problem:
         Probability of dropping, 0.0 for none, and ``0 <= seed < 2**64``.
     rank, layout
         How the caller wrote the arrays, to give the result back alike.
+    bias_shape : tuple of int or None
+        Shape of the bias as it was given, with ones put before it to make four axes: where it is
+        1 and the bias's own axis longer, the bias was broadcast.
+    given : dict
+        Shape and dtype of bias, sinks and alibi_slopes as they were given, of those that were.
     """
 
     q: NDArray[Any]
@@ -101,6 +110,8 @@ class Problem:
     seed: int
     rank: int
     layout: str
+    bias_shape: tuple[int, ...] | None
+    given: dict[str, tuple[tuple[int, ...], np.dtype]]
 
     @classmethod
     def build(
@@ -145,8 +156,8 @@ class Problem:
         bias = None if bias is None else _as_array("bias", bias)
         alibi_slopes = None if alibi_slopes is None else _as_array("alibi_slopes", alibi_slopes)
         sinks = None if sinks is None else _as_array("sinks", sinks)
-        given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
-        given |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
+        inputs = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+        inputs |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
 
         dtype = q.dtype
         if not (
@@ -225,11 +236,13 @@ class Problem:
             seed=_seed(seed, probability),
             rank=rank,
             layout=layout,
+            bias_shape=None if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
+            given={x: (inputs[x].shape, inputs[x].dtype) for x in LEARNT if inputs[x] is not None},
         )
         if out is not None:
             for name, function in (("score_mod", user), ("mask_mod", tree)):
-                given.update(_bound_arrays(name, function))
-            problem._check_out(out, given)
+                inputs.update(_bound_arrays(name, function))
+            problem._check_out(out, inputs)
         return problem
 
     @property
@@ -272,7 +285,108 @@ class Problem:
             hi = np.minimum(hi, pos + right + 1)
         return lo, np.where(i < self.q_lens[b], hi, 0)
 
-    def _check_out(self, out: Any, given: dict[str, Any]) -> None:
+    def check_wrt(self, wrt: Any) -> frozenset[str]:
+        """Return the names of what gradients are wanted of.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If it is no tuple or list of names, or one is unknown, twice there or was not passed.
+        """
+        expected = "a tuple of names among " + ", ".join(map(repr, WRT))
+        if not isinstance(wrt, (tuple, list)) or not all(isinstance(x, str) for x in wrt):
+            raise TypeError(f"wrt: expected {expected}, got {_show(wrt)}")
+        for name in wrt:
+            if name not in WRT:
+                raise ValueError(f"wrt: expected {expected}, got {name!r}")
+            if wrt.count(name) > 1:
+                raise ValueError(f"wrt: expected each name once, got {name!r} twice")
+            if name in LEARNT and name not in self.given:
+                raise ValueError(
+                    f"wrt: expected names of arguments that were passed, got {name!r} without "
+                    f"{name}"
+                )
+        return frozenset(wrt)
+
+    def check_incoming(self, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, ...]:
+        """Bring what a backward pass starts from to the canonical form.
+
+        Parameters
+        ----------
+        dout, out : array_like
+            Of `out_shape`.
+        lse, dlse : array_like
+            ``(B, Hq, Nq)`` or what is left of it in the caller's rank; dlse may be None.
+
+        Returns
+        -------
+        dout, out : ndarray
+            ``(B, Hq, Nq, Dv)`` views with any strides, in native byte order.
+        lse, dlse : ndarray
+            ``(B, Hq, Nq)``, aligned and contiguous; dlse may be None.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If a shape or dtype is not that of the call, or lse not that of its lengths.
+        """
+        rows = (self.B, self.Hq, self.Nq)
+        shape = rows[4 - self.rank :]
+        dout = self._incoming("dout", dout, self.out_shape)
+        out = self._incoming("out", out, self.out_shape)
+        dense = []
+        for name, x in (("lse", lse), ("dlse", dlse)):
+            if x is not None or name == "lse":
+                x = self._incoming(name, x, shape).reshape(rows)
+                x = np.require(x, requirements=("C", "A"))
+            dense.append(x)
+        behind = np.arange(self.Nq) >= self.q_lens[:, None]
+        if behind.any():
+            wrong = behind[:, None] & (dense[0] != -np.inf)
+            if wrong.any():
+                b, h, i = np.argwhere(wrong)[0].tolist()
+                raise ValueError(
+                    f"lse: expected -inf in rows past q_lens, as attention returns it for the same "
+                    f"arguments, got {dense[0][b, h, i]} in row {i} of item {b} with "
+                    f"q_lens[{b}] = {self.q_lens[b]}"
+                )
+        return _to_bhnd(dout, self.layout), _to_bhnd(out, self.layout), *dense
+
+    def gradient_as_given(self, name: str, x: NDArray[Any]) -> NDArray[Any]:
+        """Bring a gradient to the shape and dtype of the argument that it belongs to.
+
+        Parameters
+        ----------
+        name : str
+            One of `WRT`.
+        x : ndarray
+            Head-major and 4-D, of `bias_shape`, ``(Hq,)`` or for the slopes ``(B, Hq)``.
+
+        Returns
+        -------
+        ndarray
+            In native byte order; that of integers in the compute dtype.
+        """
+        if name not in LEARNT:
+            x = x.astype(self.dtype, copy=False)
+            return _to_bhnd(x, self.layout) if self.rank == 4 else x[(0,) * (4 - self.rank)]
+        shape, dtype = self.given[name]
+        if name == "alibi_slopes" and len(shape) == 1:
+            x = x.sum(axis=0)
+        dtype = dtype.newbyteorder("=") if dtype.kind == "f" else self.dtype
+        with np.errstate(all="ignore"):  # float16 may overflow
+            gradient: NDArray[Any] = x.reshape(shape).astype(dtype, copy=False)
+        return gradient
+
+    def _incoming(self, name: str, x: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+        x = _as_array(name, x)
+        if x.dtype != self.dtype and x.dtype.newbyteorder("=") != self.dtype:
+            raise TypeError(f"{name}: expected dtype {self.dtype} as of q, got {x.dtype}")
+        if x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")
+        return _native(x, self.dtype)
+
+    def _check_out(self, out: Any, inputs: dict[str, Any]) -> None:
         if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
             raise TypeError(f"out: expected a NumPy array, got {_show(out)}")
         if out.dtype != self.dtype:  # a dtype of the other byte order differs too
@@ -288,7 +402,7 @@ class Problem:
                 "out: expected an element of memory for each result, got strides "
                 f"{out.strides} for shape {out.shape}, which overlap"
             )
-        for name, array in given.items():
+        for name, array in inputs.items():
             if array is not None and _share_memory(out, array):
                 raise ValueError(
                     f"out: expected memory of its own, got an array that overlaps {name}"

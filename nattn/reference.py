@@ -58,6 +58,63 @@ def forward(
                     progress((b * problem.Hq + h + 1) / (problem.B * problem.Hq))
 
 
+def backward(
+    problem: Problem,
+    dout: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dlse: NDArray[Any] | None,
+    wrt: frozenset[str],
+    *,
+    progress: Callable[[float], object] | None = None,
+) -> dict[str, Float64Array]:
+    """Return the gradients of a problem, in float64.
+
+    They are as exact as `out` and `lse` are: those of `forward`, in float64, make an oracle.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call.
+    dout, out : ndarray
+        ``(B, Hq, Nq, Dv)``: the gradient and the value of the output.
+    lse, dlse : ndarray
+        ``(B, Hq, Nq)``: the log-sum-exp, and its gradient if it has one.
+    wrt : frozenset of str
+        Among "q", "k", "v", "bias", "sinks" and "alibi_slopes".
+    progress : callable, optional
+        Called with the fraction that is done after each head.
+
+    Returns
+    -------
+    dict
+        A gradient for each name: like q, k and v; of the bias ``problem.bias_shape``; ``(Hq,)``;
+        ``(B, Hq)``.
+    """
+    p = problem
+    shapes = {"q": p.q.shape, "k": p.k.shape, "v": p.v.shape, "bias": p.bias_shape or ()}
+    shapes |= {"sinks": (p.Hq,), "alibi_slopes": (p.B, p.Hq)}
+    total = {name: np.zeros(shapes[name]) for name in wrt}
+    with np.errstate(all="ignore"):
+        for b in range(p.B):
+            n_q, n_kv = int(p.q_lens[b]), int(p.kv_lens[b])
+            for h in range(p.Hq):
+                rows = [x[b, h, :n_q].astype(np.float64) for x in (dout, out, lse)]
+                rows.append(np.zeros(n_q) if dlse is None else dlse[b, h, :n_q].astype(np.float64))
+                found = _one_head_backward(p, b, h, *rows)
+                kv = h // p.group  # summed over the heads of a group
+                places: dict[str, Any]
+                places = {"q": (b, h, slice(n_q)), "k": (b, kv, slice(n_kv)), "sinks": h}
+                places |= {"v": (b, kv, slice(n_kv)), "alibi_slopes": (b, h)}
+                for name in wrt - {"bias"}:
+                    total[name][places[name]] += found[name]
+                if "bias" in wrt:
+                    _add_broadcast(total["bias"], b, h, found["bias"])
+                if progress is not None:
+                    progress((b * p.Hq + h + 1) / (p.B * p.Hq))
+    return total
+
+
 def _one_head(p: Problem, b: int, h: int) -> tuple[Float64Array, Float64Array]:
     s, visible = scores(p, b, h)
     v = np.array(p.v[b, h // p.group, : int(p.kv_lens[b])], np.float64, order="C")
@@ -70,15 +127,72 @@ def _one_head(p: Problem, b: int, h: int) -> tuple[Float64Array, Float64Array]:
     row_sum = weight.sum(axis=1, keepdims=True) + np.exp(sink - row_max)
     lse = row_max + np.log(row_sum)
 
-    kept = visible
     p_ij = weight / row_sum
-    if p.dropout_p > 0.0:
-        i, j = np.arange(s.shape[0])[:, None], np.arange(s.shape[1])
-        kept = visible & keep(b, h, i, j, p.seed, p.dropout_p)  # a dropped value is not read
-        p_ij = p_ij / (1.0 - p.dropout_p)
-    out = _weighted_sum(np.where(kept, p_ij, 0.0), v, kept)
+    kept = _kept(p, b, h, visible)
+    out = _weighted_sum(np.where(kept, p_ij / (1.0 - p.dropout_p), 0.0), v, kept)
     # NaN in a row's lse shows, also where no key is left to carry it
     return np.where(np.isnan(lse), np.nan, out), lse[:, 0]
+
+
+def _one_head_backward(
+    p: Problem,
+    b: int,
+    h: int,
+    dout: Float64Array,
+    out: Float64Array,
+    lse: Float64Array,
+    dlse: Float64Array,
+) -> dict[str, Any]:
+    """Go through `_one_head` and `scores` from their last line to the first."""
+    s, visible, slope = _scores(p, b, h, derive=True)
+    q, k = _queries_and_keys(p, b, h)
+    v = np.array(p.v[b, h // p.group, : int(p.kv_lens[b])], np.float64, order="C")
+    lse, dlse = lse[:, None], dlse[:, None]
+
+    # out = p_ij / (1 - dropout_p) @ v, where kept
+    p_ij = np.where(visible, np.exp(s - lse), 0.0)
+    kept = _kept(p, b, h, visible)
+    dv = _weighted_sum(np.where(kept, p_ij / (1.0 - p.dropout_p), 0.0).T, dout, kept.T)
+    dp = np.where(kept, dout @ v.T / (1.0 - p.dropout_p), 0.0)
+
+    # p_ij = exp(s - lse), and each p_ij is in lse. Of a row that sees nothing no dout counts, be it
+    # NaN: out is 0 there
+    delta = np.where(out.any(axis=1), (dout * out).sum(axis=1), 0.0)[:, None]
+    ds = np.where(visible, p_ij * (dp - delta + dlse), 0.0)
+
+    # lse = log(sum(exp(s)) + exp(sink))
+    sink = -np.inf if p.sinks is None else float(p.sinks[h])
+    seen = np.exp(sink - lse) * (dlse - delta)
+    dsink = 0.0 if sink == -np.inf else float(seen.sum())
+
+    # s = s - slope * |pos - j| + bias
+    i, j = np.arange(s.shape[0])[:, None], np.arange(s.shape[1])
+    dslope = -(ds * np.abs(i + p.q_offset[b] - j)).sum()
+    dbias = ds
+
+    # s = score_mod(scale * (q @ k.T))
+    ds = np.where(visible, ds * slope, 0.0)
+    dq = p.scale * _weighted_sum(ds, k, visible)
+    dk = p.scale * _weighted_sum(ds.T, q, visible.T)
+    one = {"q": dq, "k": dk, "v": dv}
+    return one | {"bias": dbias, "sinks": dsink, "alibi_slopes": dslope}
+
+
+def _kept(p: Problem, b: int, h: int, visible: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which visible keys dropout keeps: the value of one that it drops is not read."""
+    if p.dropout_p == 0.0:
+        return visible
+    i, j = np.arange(visible.shape[0])[:, None], np.arange(visible.shape[1])
+    return visible & keep(b, h, i, j, p.seed, p.dropout_p)
+
+
+def _add_broadcast(total: Float64Array, b: int, h: int, x: Float64Array) -> None:
+    """Add what one head does to an array that was broadcast to ``(B, Hq, Nq, Nk)``."""
+    place = total[b if total.shape[0] > 1 else 0, h if total.shape[1] > 1 else 0]
+    for axis, n in enumerate(place.shape):
+        if n == 1:
+            x = x.sum(axis=axis, keepdims=True)
+    place[: x.shape[0], : x.shape[1]] += x
 
 
 def scores(p: Problem, b: int, h: int) -> tuple[Float64Array, NDArray[np.bool_]]:
@@ -98,10 +212,23 @@ def scores(p: Problem, b: int, h: int) -> tuple[Float64Array, NDArray[np.bool_]]
     visible : ndarray of bool
         ``(q_len, kv_len)``.
     """
+    s, visible, _ = _scores(p, b, h)
+    return s, visible
+
+
+def _queries_and_keys(p: Problem, b: int, h: int) -> tuple[Float64Array, Float64Array]:
     n_q, n_kv = int(p.q_lens[b]), int(p.kv_lens[b])  # what lies behind does not exist
     q = np.array(p.q[b, h, :n_q], np.float64, order="C")
     k = np.array(p.k[b, h // p.group, :n_kv], np.float64, order="C")
+    return q, k
 
+
+def _scores(
+    p: Problem, b: int, h: int, derive: bool = False
+) -> tuple[Float64Array, NDArray[np.bool_], Any]:
+    """Return what `scores` does, and the derivative of s by ``scale * q @ k.T`` if it is wanted."""
+    q, k = _queries_and_keys(p, b, h)
+    n_q, n_kv = len(q), len(k)
     i = np.arange(n_q)[:, None]
     j = np.arange(n_kv)[None, :]
     lo, hi = p.visible_range(b, i)
@@ -113,6 +240,7 @@ def scores(p: Problem, b: int, h: int) -> tuple[Float64Array, NDArray[np.bool_]]
     item, head = np.full((1, 1), b), np.full((1, 1), h)
     pos = i + p.q_offset[b]
     s = p.scale * (q @ k.T)
+    slope: Any = 1.0
     seen = visible.copy()  # where an index that is out of range is an error
     if p.mask_mod is not None:
         mask_mod = Dense("mask_mod", p.mask_mod, p.dtype)
@@ -120,7 +248,11 @@ def scores(p: Problem, b: int, h: int) -> tuple[Float64Array, NDArray[np.bool_]]
         mask_mod.check_indices(seen)
     for tree in p.score_mods:
         score_mod = Dense("score_mod", tree, p.dtype)
-        s = score_mod(s, item, head, pos, j)
+        if derive:
+            s, own = score_mod.derive(s, item, head, pos, j)
+            slope = np.where((slope == 0.0) | (own == 0.0), 0.0, slope * own)
+        else:
+            s = score_mod(s, item, head, pos, j)
         score_mod.check_indices(seen)
     visible &= s != -np.inf
     if p.bias is not None:
@@ -128,7 +260,7 @@ def scores(p: Problem, b: int, h: int) -> tuple[Float64Array, NDArray[np.bool_]]
         visible &= bias != -np.inf  # selected, not added: it hides a NaN score too
         s = s + bias
         visible &= s != -np.inf
-    return np.where(visible, s, -np.inf), visible
+    return np.where(visible, s, -np.inf), visible, slope
 
 
 def _weighted_sum(p: Float64Array, v: Float64Array, visible: NDArray[np.bool_]) -> Float64Array:

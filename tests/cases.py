@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 import nattn
 from nattn import masks, mods, reference
-from nattn.dtypes import ErrorBudget, error_budget
-from nattn.problem import Problem
+from nattn.dtypes import ErrorBudget, error_budget, pair_budget, sum_budget
+from nattn.problem import WRT, Problem
 
 Array = NDArray[Any]
 Option = Callable[["Case", np.random.Generator], Any]
@@ -524,6 +524,223 @@ def check(backend: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, 
     assert_near(t.problem.as_bhnd(out), t.out, t.budget.out[..., None])
     assert_near(lse.reshape(t.lse.shape), t.lse, t.budget.lse)
     return out, lse
+
+
+# Gradients
+
+
+@dataclass(frozen=True)
+class GradientTruth:
+    """The float64 gradients of a call and how far a backend may be from them, by name."""
+
+    problem: Problem
+    gradients: dict[str, Array]
+    budget: dict[str, Array]
+
+
+def incoming(p: Problem, seed: int = 5) -> tuple[Array, Array]:
+    """Return some dout and dlse for a call, in the caller's rank and layout."""
+    rng = np.random.default_rng(seed)
+    dout = rng.standard_normal(p.out_shape).astype(p.dtype)
+    dlse = rng.standard_normal((p.B, p.Hq, p.Nq)).astype(p.dtype)
+    return dout, p.as_given(dlse)
+
+
+def has_gradients(p: Problem) -> tuple[str, ...]:
+    """Return the names of all that a gradient can be had of."""
+    return tuple(name for name in WRT if name in "qkv" or name in p.given)
+
+
+def gradient_truth(
+    q: Any, k: Any, v: Any, dout: Any, dlse: Any = None, **options: Any
+) -> GradientTruth:
+    """Compute the gradients of a call by the reference, and their budget."""
+    t = truth(q, k, v, **options)
+    p = t.problem
+    dout = p.as_bhnd(dout).astype(p.dtype)
+    dlse = None if dlse is None else np.asarray(dlse, p.dtype).reshape(t.lse.shape)
+    found = reference.backward(p, dout, t.out, t.lse, dlse, frozenset(has_gradients(p)))
+    budget = gradient_budget(t, dout, np.zeros(t.lse.shape) if dlse is None else dlse)
+    gradients = {name: as_given(p, name, x) for name, x in found.items()}
+    for name, x in gradients.items():
+        budget[name] = as_given(p, name, budget[name])
+        if name in p.given and p.given[name][1].kind == "f":  # and it is rounded to what was given
+            info = np.finfo(p.given[name][1].newbyteorder("="))
+            budget[name] = (
+                budget[name] + float(info.eps) * np.abs(x) + float(info.smallest_subnormal)
+            )
+    return GradientTruth(p, gradients, budget)
+
+
+def as_given(p: Problem, name: str, x: Array) -> Array:
+    """Bring a gradient to the caller's shape, and keep it in float64."""
+    if name == "alibi_slopes" and len(p.given[name][0]) == 1:
+        x = x.sum(axis=0)
+    if name in p.given:
+        return x.reshape(p.given[name][0])
+    x = x.transpose(0, 2, 1, 3) if p.layout == "bnhd" else x
+    return x.reshape(x.shape[4 - p.rank :])
+
+
+def gradient_budget(t: Truth, dout: Array, dlse: Array) -> dict[str, Array]:
+    """Return the error budget of every gradient (`nattn.dtypes.pair_budget` derives it).
+
+    What is not finite has no error; it counts for nothing in the budget of what is.
+    """
+    p = t.problem
+    double = 2 if p.dtype == np.float64 else 1
+    u = double * float(np.finfo(p.dtype).eps) / 2
+    shapes = {"q": p.q.shape, "k": p.k.shape, "v": p.v.shape, "bias": p.bias_shape or ()}
+    shapes |= {"sinks": (p.Hq,), "alibi_slopes": (p.B, p.Hq)}
+    # of each sum the errors, the sizes and the number of its terms
+    total = {name: np.zeros((3, *shapes[name])) for name in has_gradients(p)}
+
+    def clean(x: Any) -> Array:
+        return np.where(np.isfinite(x), x, 0.0)
+
+    def size(x: Array) -> Array:
+        return clean(np.abs(x.astype(np.float64)))
+
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(p.B, p.Hq):
+            n_q, n_kv, kv = int(p.q_lens[b]), int(p.kv_lens[b]), h // p.group
+            at: Any
+            q, k, v = size(p.q[b, h, :n_q]), size(p.k[b, kv, :n_kv]), size(p.v[b, kv, :n_kv])
+            do, out = clean(dout[b, h, :n_q].astype(np.float64)), clean(t.out[b, h, :n_q])
+            lse, dl = clean(t.lse[b, h, :n_q, None]), clean(dlse[b, h, :n_q, None])
+            s, visible, slope = reference._scores(p, b, h, derive=True)
+            slope = np.broadcast_to(slope, s.shape)
+            score_error, slope_error = scores_error(p, b, h, q @ k.T, s)
+            keys = np.where(np.isfinite(p.v[b, kv, :n_kv]), p.v[b, kv, :n_kv], 0.0)
+
+            exponent = np.where(visible, clean(s - lse), 0.0)
+            prob = np.where(visible, np.exp(exponent), 0.0)
+            kept, factor = reference._kept(p, b, h, visible), 1.0 / (1.0 - p.dropout_p)
+            dp = np.where(kept, do @ keys.T.astype(np.float64) * factor, 0.0)
+            delta = (do * out).sum(axis=1, keepdims=True) - dl
+            out_error = clean(t.budget.out[b, h, :n_q, None])
+            lse_error = clean(t.budget.lse[b, h, :n_q, None])
+            delta_error = (np.abs(do) * (out_error + (p.Dv + 1) * u * np.abs(out))).sum(1)
+            delta_error = delta_error[:, None] + u * (np.abs(delta) + np.abs(dl))
+            pair = pair_budget(
+                p.dtype,
+                prob,
+                exponent,
+                dp,
+                delta,
+                score_error=double * score_error,
+                lse_error=lse_error,
+                dp_size=np.where(kept, np.abs(do) @ v.T * factor, 0.0),
+                delta_error=delta_error,
+                Dv=p.Dv,
+                dropout_p=p.dropout_p,
+            )
+            w_error = np.where(kept, pair.weight, 0.0)
+            ds, ds_error = np.abs(prob * (dp - delta)), np.where(visible, clean(pair.ds), 0.0)
+            i, j = np.arange(n_q)[:, None], np.arange(n_kv)
+            distance = np.abs(i + p.q_offset[b] - j).astype(np.float64)
+            sink = -np.inf if p.sinks is None else float(p.sinks[h])
+            share = clean(np.exp(sink - lse))
+            off = share * (lse_error + 3 * u * np.abs(clean(sink - lse)) + 4 * u)
+            terms: dict[str, Any] = {
+                "bias": (ds_error, ds, visible),
+                "alibi_slopes": (ds_error * distance, ds * distance, visible),
+                "sinks": (off * np.abs(delta) + (share + off) * delta_error, share * delta, 1 + i),
+            }
+            steep = clean(np.abs(slope))
+            ds_error = ds_error * (steep + double * slope_error)
+            ds_error += ds * (double * slope_error + u * steep)
+            ds, scale = ds * steep, abs(p.scale)
+            w = np.where(kept, prob * factor, 0.0)
+            rows: dict[str, Any] = {
+                "q": (ds_error @ k, ds @ k, visible),
+                "k": (ds_error.T @ q, ds.T @ q, visible.T),
+                "v": (w_error.T @ np.abs(do), w.T @ np.abs(do), visible.T),
+            }
+            for name, sums in total.items():
+                if name == "bias":
+                    for sum_, x in zip(sums, terms[name], strict=True):
+                        reference._add_broadcast(sum_, b, h, x.astype(np.float64))
+                elif name in terms:
+                    error, amount, count = terms[name]
+                    at = (b, h) if name == "alibi_slopes" else (h,)
+                    n = np.count_nonzero(count) + p.B
+                    sums[(slice(None), *at)] += error.sum(), np.abs(amount).sum(), n
+                else:
+                    error, amount, count = rows[name]
+                    at = (b, h, slice(n_q)) if name == "q" else (b, kv, slice(n_kv))
+                    factor_ = 1.0 if name == "v" else scale
+                    sums[(0, *at)] += factor_ * error
+                    sums[(1, *at)] += factor_ * amount
+                    sums[(2, *at)] += count.sum(axis=1)[:, None]
+    return {name: sum_budget(p.dtype, *sums) for name, sums in total.items()}
+
+
+def scores_error(p: Problem, b: int, h: int, size: Array, s: Array) -> tuple[Array, Array]:
+    """Return how far the scores of one head may be off, and the derivatives of the modifiers.
+
+    `size` is that of the dot products without cancellation, without the scale.
+    """
+    u = float(np.finfo(p.dtype).eps) / 2
+    n_q, n_kv = s.shape
+    error = (p.D + 2) * u * abs(p.scale) * size
+    slope_error = np.zeros(s.shape)
+    if p.score_mods:
+        q, k = reference._queries_and_keys(p, b, h)
+        pos = np.arange(n_q)[:, None] + p.q_offset[b]
+        indices = [np.full((1, 1), b), np.full((1, 1), h), pos, np.arange(n_kv)[None]]
+        exact = [rounding.Rounded(x, np.zeros(x.shape), u) for x in indices]
+        score = rounding.Rounded(p.scale * (q @ k.T), error, u)
+        slope = rounding.Rounded(np.ones(s.shape), np.zeros(s.shape), u)
+        for tree in p.score_mods:
+            score, own = rounding.derive(tree, p.dtype, score, *exact)
+            slope = slope * own
+        error, slope_error = score.error, slope.error
+    if p.bias is not None:
+        error = error + u * (np.abs(s) + np.abs(p.bias[b, h, :n_q, :n_kv].astype(np.float64)))
+    return np.where(np.isfinite(s), error, 0.0), np.where(np.isfinite(s), slope_error, 0.0)
+
+
+def check_gradients(
+    backend: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any = None,
+    dlse: Any = None,
+    *,
+    wrt: tuple[str, ...] | None = None,
+    **options: Any,
+) -> Any:
+    """Run a call forward and backward and compare with the truth within the budget."""
+    p = Problem.build(q, k, v, **options)
+    if dout is None:
+        dout, dlse = incoming(p)
+    wrt = has_gradients(p) if wrt is None else wrt
+    out, lse = nattn.attention(q, k, v, return_lse=True, backend=backend, **options)
+    got = nattn.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, backend=backend, **options
+    )
+    t = gradient_truth(q, k, v, dout, dlse, **options)
+    assert_gradients_near(got, t, wrt)
+    return got
+
+
+def assert_gradients_near(got: Any, t: GradientTruth, wrt: tuple[str, ...]) -> None:
+    """Assert that gradients have the right shapes and dtypes and lie within the budget."""
+    for name, x in zip(WRT, got, strict=True):
+        if name not in wrt:
+            assert x is None, name
+            continue
+        assert x is not None, name
+        dtype = t.problem.given[name][1] if name in t.problem.given else t.problem.dtype
+        assert x.dtype == (dtype.newbyteorder("=") if dtype.kind == "f" else t.problem.dtype)
+        assert x.dtype.isnative
+        assert x.shape == t.gradients[name].shape
+        try:
+            assert_near(x, t.gradients[name], t.budget[name])
+        except AssertionError as error:
+            raise AssertionError(f"d{name}: {error}") from error
 
 
 def assert_near(got: Array, expected: Array, tolerance: Array | float) -> None:

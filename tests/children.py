@@ -221,6 +221,41 @@ def threads_and_bits() -> None:
         assert [bits(call) for call in range(len(CALLS))] == expected, threads
 
 
+def gradient_bits(call: int) -> bytes:
+    """Run a call forward and backward and return the gradients to the last bit."""
+    arrays, options = inputs(call)
+    out, vjp = nattn.attention_vjp(*arrays, backend="cpu", **options)
+    return b"".join(x.tobytes() for x in vjp(out) if x is not None)
+
+
+def gradients_from_anywhere() -> None:
+    """Differentiate in four Python threads, in a forked child and on any number of threads."""
+    import numba
+    from cases import check_gradients
+
+    layer()
+    for call in range(len(CALLS)):
+        arrays, options = inputs(call)
+        check_gradients("cpu", *arrays, **options)
+    expected = [gradient_bits(call) for call in range(len(CALLS))]
+
+    def work(thread: int) -> None:
+        for n in range(10):
+            call = (n + thread) % len(CALLS)
+            assert gradient_bits(call) == expected[call], (thread, n, call)
+
+    def child() -> None:
+        assert [gradient_bits(call) for call in range(len(CALLS))] == expected
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, thread) for thread in range(4)]:
+            done.result()
+    _in_fork(child)
+    for threads in (1, 2):
+        numba.set_num_threads(threads)
+        child()
+
+
 # Memory
 
 
@@ -276,6 +311,22 @@ def memory(n: int, what: str) -> None:
     print(_extra(lambda: nattn.attention(q, k, v, out=out, **options)))
 
 
+def memory_of_gradients(n: int, what: str) -> None:
+    """Print the bytes that the gradients of n queries on n keys take, results included."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 1, n, 16), dtype=np.float32)
+    options: dict[str, Any] = {"causal": what == "causal"}
+    wrt: tuple[str, ...] = ("q", "k", "v")
+    if what == "bias":
+        options["bias"] = rng.standard_normal((1, n), dtype=np.float32)
+        wrt = (*wrt, "bias")
+    small = options | ({"bias": options["bias"][:, :64]} if what == "bias" else {})
+    out, vjp = nattn.attention_vjp(*(x[:, :, :64] for x in (q, k, v)), backend="cpu", **small)
+    vjp(out, wrt=wrt)
+    out, vjp = nattn.attention_vjp(q, k, v, backend="cpu", **options)
+    print(_extra(lambda: vjp(out, wrt=wrt)))
+
+
 SCENARIOS: dict[str, Callable[..., None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -290,6 +341,8 @@ SCENARIOS: dict[str, Callable[..., None]] = {
         interrupt,
         threads_and_bits,
         memory,
+        gradients_from_anywhere,
+        memory_of_gradients,
     )
 }
 

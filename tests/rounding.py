@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nattn.dense import elementwise, rounded
+from nattn.dense import Dual, elementwise, rounded
 from nattn.functions import Combination
 
 FUNCTION = 8
@@ -40,6 +40,8 @@ class Rounded(np.lib.mixins.NDArrayOperatorsMixin):
     u: float
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Dual) for x in inputs):
+            return NotImplemented
         assert method == "__call__", method
         assert set(kwargs) <= {"out"}, kwargs  # x += y binds x anew, as everywhere
         operands = [self._operand(x) for x in inputs]
@@ -53,6 +55,8 @@ class Rounded(np.lib.mixins.NDArrayOperatorsMixin):
         return Rounded(x, error, self.u)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(x, Dual) for x in args):
+            return NotImplemented
         assert not kwargs, kwargs
         if func is np.clip:
             return np.minimum(np.maximum(args[0], args[1]), args[2])
@@ -168,6 +172,7 @@ _ERRORS: dict[Any, Errors] = {
     np.bitwise_and: _any,
     np.bitwise_or: _any,
     np.invert: _any,
+    np.isnan: lambda r, u, a: np.zeros(r.shape),
 }
 
 
@@ -180,4 +185,20 @@ def run(tree: Any, dtype: np.dtype, *args: Any) -> Any:
     values = [rounded(value, dtype) for value in tree.values]
     values = [Table(x, u) if isinstance(x, np.ndarray) else x for x in values]
     result = replace(tree, function=elementwise(tree.function), values=tuple(values))(*args)
-    return args[0]._operand(result)
+    return result if isinstance(result, Dual) else args[-1]._operand(result)
+
+
+def derive(tree: Any, dtype: np.dtype, score: Rounded, *indices: Rounded) -> tuple[Any, Any]:
+    """Return what a modifier makes of scores, and the derivative: both are `Rounded`.
+
+    That runs on dual numbers of `Rounded` values, so it is the rules for tangents that round.
+    """
+    seed = score._operand(np.ones(score.x.shape))
+    seed = replace(seed, error=np.zeros(score.x.shape))
+    result = run(tree, dtype, Dual(score, seed), *indices)
+    if not isinstance(result, Dual):
+        flat = np.zeros(np.broadcast_shapes(score.x.shape, result.x.shape))
+        return result.as_float(), Rounded(flat, flat, score.u)
+    hidden = result.value.x == -np.inf
+    slope: Any = score._operand(result.tangent)
+    return result.value.as_float(), np.where(hidden, 0.0, slope)

@@ -14,12 +14,13 @@ from typing import Any
 import children
 import numpy as np
 import pytest
-from cases import CASES, Case, check, gate, in_step, qkv, thin
+from cases import CASES, Case, check, check_gradients, gate, gaussian, in_step, qkv, thin
 from hypothesis import given
 from hypothesis import strategies as st
 
 import nattn
 from nattn import api
+from nattn.problem import Problem
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -160,6 +161,20 @@ def test_signatures_agree() -> None:
     assert all(public[name].default == private[name].default for name in public)
 
 
+def test_signatures_of_gradients_agree() -> None:
+    forward = dict(inspect.signature(nattn.attention).parameters)
+    backward = inspect.signature(nattn.attention_backward).parameters
+    own = {"dout", "lse", "dlse", "wrt"}
+    assert own | (forward.keys() - {"return_lse"}) == set(backward)
+    for name in backward.keys() - own - {"out"}:
+        assert backward[name] == forward[name].replace(kind=backward[name].kind), name
+    also = {"q", "k", "v", "return_lse", "out", "backend"}
+    assert api.Arguments.__optional_keys__ == forward.keys() - also
+    vjp = dict(inspect.signature(nattn.attention_vjp).parameters)
+    assert set(vjp) == also | {"args"}
+    assert all(vjp[name].default == forward[name].default for name in also)
+
+
 def test_docstring() -> None:
     result = doctest.testmod(importlib.import_module("nattn.api"))
     assert result.attempted > 0
@@ -180,6 +195,98 @@ def test_import_is_light() -> None:
 
 def test_version() -> None:
     assert nattn.__version__.count(".") == 2
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (2, 7, 4), (3, 2, 7, 4)])
+def test_gradients_of_lower_rank(backend: str, shape: tuple[int, ...]) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, *shape))
+    got = check_gradients(backend, q, k, v, bias=np.zeros(7))
+    full = (1,) * (4 - len(shape)) + shape
+    bare = check_gradients(backend, *(x.reshape(full) for x in (q, k, v)), bias=np.zeros(7))
+    for x, y in zip(got[:4], bare[:4], strict=True):
+        assert x is not None
+        assert y is not None
+        assert x.shape == (y.shape if x is got.dbias else shape)
+        np.testing.assert_array_equal(x, y.reshape(x.shape))
+
+
+def test_gradients_in_layout_bnhd(backend: str) -> None:
+    q, k, v = qkv(2, 3, 40, 60, 8, 5)
+    out, lse = nattn.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    expected = nattn.attention_backward(out, q, k, v, out, lse, causal=True, backend=backend)
+    arrays: Any = [*(x.transpose(0, 2, 1, 3) for x in (out, q, k, v, out)), lse]
+    got = nattn.attention_backward(*arrays, causal=True, layout="bnhd", backend=backend)
+    for x, y in zip(got[:3], expected[:3], strict=True):
+        np.testing.assert_array_equal(x, np.asarray(y).transpose(0, 2, 1, 3))
+
+
+def test_lists_have_gradients(backend: str) -> None:
+    # equal scores: both weights are 1/2, and out is 2
+    q, k, v = [[1.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]], [[1.0], [3.0]]
+    options: dict[str, Any] = {"bias": [0.0, 0.0], "scale": 1.0, "backend": backend}
+    out, lse = nattn.attention(q, k, v, return_lse=True, **options)
+    wrt = ["q", "k", "v", "bias"]
+    got = nattn.attention_backward([[1.0]], q, k, v, out.tolist(), lse.tolist(), wrt=wrt, **options)
+    assert [np.asarray(x).tolist() for x in got[:4]] == [
+        [[0.0, 0.0]],
+        [[-0.5, 0.0], [0.5, 0.0]],
+        [[0.5], [0.5]],
+        [-0.5, 0.5],
+    ]
+
+
+def test_vjp(backend: str) -> None:
+    q, k, v = qkv(2, 3, 20, 30, 8)
+    options: dict[str, Any] = {"causal": True, "bias": gaussian(20, 30), "backend": backend}
+    expected_out, expected_lse = nattn.attention(q, k, v, return_lse=True, **options)
+    dout, dlse = gaussian(2, 3, 20, 8, seed=5), gaussian(2, 3, 20, seed=6)
+    out, vjp = nattn.attention_vjp(q, k, v, **options)
+    (again, lse), vjp_lse = nattn.attention_vjp(q, k, v, return_lse=True, **options)
+    np.testing.assert_array_equal(out, expected_out)
+    np.testing.assert_array_equal(again, expected_out)
+    np.testing.assert_array_equal(lse, expected_lse)
+    for d, wrt in ((None, ("q", "k", "v")), (dlse, ("bias",)), (dlse, ["v", "q"])):
+        expected = nattn.attention_backward(dout, q, k, v, out, lse, dlse=d, wrt=wrt, **options)
+        for got in (vjp(dout, d, wrt), vjp_lse(dout, dlse=d, wrt=wrt)):
+            assert isinstance(got, nattn.Gradients)
+            for x, y in zip(got, expected, strict=True):
+                assert (x is None) == (y is None)
+                np.testing.assert_array_equal(x, y)
+
+
+def test_vjp_writes_to_out(backend: str) -> None:
+    q, k, v = qkv(1, 2, 9, 9, 4)
+    room = np.empty_like(q)
+    out, vjp = nattn.attention_vjp(q, k, v, out=room, backend=backend)
+    assert out is room
+    np.testing.assert_array_equal(room, nattn.attention(q, k, v, backend=backend))
+    expected = nattn.attention_vjp(q, k, v, backend=backend)[1](q)
+    np.testing.assert_array_equal(vjp(q).dk, expected.dk)
+
+
+def test_vjp_refuses_what_attention_does_not_know() -> None:
+    q, k, v = qkv(1, 1, 3, 3, 4)
+    with pytest.raises(TypeError, match=r"arguments of nattn\.attention, got 'dropout'"):
+        nattn.attention_vjp(q, k, v, dropout=0.1)  # type: ignore[call-arg]
+    _, vjp = nattn.attention_vjp(q, k, v)
+    with pytest.raises(ValueError, match=r"^dout: expected shape \(1, 1, 3, 4\), got \(1, 1, 3\)"):
+        vjp(q[..., 0])
+    with pytest.raises(ValueError, match=r"^wrt: expected .* got 'bias' without bias"):
+        vjp(q, wrt=("bias",))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_progress_of_gradients_ends_at_one(backend: str, dtype: Any) -> None:
+    seen: list[float] = []
+    q, k, v = qkv(2, 2, 30, 30, 8, dtype=dtype)
+    p = Problem.build(q, k, v)
+    out, lse = nattn.attention(q, k, v, return_lse=True, backend=backend)
+    api._backward(p, out, out, lse, None, ("q", "k"), backend, seen.append)
+    assert seen == sorted(seen)
+    assert all(0 <= done <= 1 for done in seen)
 
 
 # Any shape, any strides, any options

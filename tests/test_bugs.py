@@ -1,7 +1,7 @@
 """Faults that other libraries shipped, one section for each kind, with its right behaviour.
 
 D1 to D16 are wrong results and crashes, S1 to S6 surprises; the issues where they were reported
-are named beside them. What concerns gradients, packing and the GPU comes with those parts.
+are named beside them. What concerns packing and the GPU comes with those parts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import assert_near, check, gaussian, qkv, truth
+from cases import (
+    assert_gradients_near,
+    assert_near,
+    check,
+    check_gradients,
+    gaussian,
+    gradient_truth,
+    incoming,
+    qkv,
+    truth,
+)
 
 import nattn
 from nattn import reference
 from nattn.dtypes import error_budget
 from nattn.mods import keep
+from nattn.problem import WRT, Problem
 
 nan, inf = np.nan, np.inf
 
@@ -28,6 +39,19 @@ nan, inf = np.nan, np.inf
 def attend(backend: str, *arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     out, lse = nattn.attention(*arrays, return_lse=True, backend=backend, **options)
     return out, lse
+
+
+def differentiate(backend: str, *arrays: Any, **options: Any) -> Any:
+    """Return dq, dk and dv for some dout and dlse."""
+    dout, dlse = incoming(Problem.build(*arrays, **options))
+    _, vjp = nattn.attention_vjp(*arrays, backend=backend, **options)
+    return vjp(dout, dlse)
+
+
+def assert_same_gradients(got: nattn.Gradients, expected: nattn.Gradients) -> None:
+    for name, x, y in zip(WRT, got, expected, strict=True):
+        if x is not None:
+            np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 def column(values: Any, dtype: str = "f4") -> np.ndarray:
@@ -53,6 +77,27 @@ def test_d1_mask_and_causal_together_empty_a_row(backend: str) -> None:
     assert np.all(out[0, 0, 0] == 0.0)
     assert lse[0, 0, 0] == -inf
     assert np.all(np.isfinite(lse[0, 0, 1:]))
+
+
+@pytest.mark.parametrize("sinks", [None, [0.5]])
+def test_d1_gradients_of_an_empty_row(backend: str, sinks: Any) -> None:
+    q, k, v = qkv(1, 1, 4, 4, 4)
+    mask = np.ones((1, 1, 4, 4), bool)
+    mask[..., 0, 0] = False
+    options: dict[str, Any] = {"mask": mask, "causal": True, "sinks": sinks}
+    got = check_gradients(backend, q, k, v, **options)
+    assert got.dq is not None
+    assert np.all(got.dq[0, 0, 0] == 0.0)
+    dout, dlse = incoming(Problem.build(q, k, v, **options))
+    out, lse = attend(backend, q, k, v, **options)
+    dout[0, 0, 0] = 0.0
+    t = gradient_truth(q, k, v, dout, dlse, **options)
+    for first in (5.0, nan, inf):  # whatever comes back into the empty row
+        dout[0, 0, 0] = first
+        again = nattn.attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, wrt=tuple(t.gradients), backend=backend, **options
+        )
+        assert_gradients_near(again, t, tuple(t.gradients))
 
 
 # D2 -inf - (-inf) in an early block that hides everything: pytorch #127055, #130014
@@ -93,6 +138,29 @@ def test_d3_cache_padding(backend: str, how: str) -> None:
         t = truth(q[[b]], k[[b], :, :n], v[[b], :, :n])
         assert_near(out[[b]], t.out, t.budget.out[..., None])
         assert_near(lse[[b]], t.lse, t.budget.lse)
+
+
+@pytest.mark.parametrize("how", ["kv_lens", "mask", "bias", "mask_mod", "score_mod"])
+def test_d3_cache_padding_has_no_gradient(backend: str, how: str) -> None:
+    q, k, v = qkv(1, 2, 3, 3, 4)
+    options: dict[str, Any] = {
+        "kv_lens": 1,
+        "mask": np.arange(3) < 1,
+        "bias": np.where(np.arange(3) < 1, 0, -inf),
+        "mask_mod": functools.partial(before, end=1),
+        "score_mod": functools.partial(hidden_from, end=1),
+    }
+    k[0, :, 1:], v[0, :, 1:] = nan, inf
+    option = {how: options[how]} | ({"q_offset": 0} if how == "kv_lens" else {})
+    got = differentiate(backend, q, k, v, **option)
+    cut = k[:, :, :1], v[:, :, :1]
+    dout, dlse = incoming(Problem.build(q, *cut))
+    t = gradient_truth(q, cut[0], cut[1], dout, dlse)
+    for name, x in zip("qkv", got, strict=False):
+        assert x is not None
+        live = x if name == "q" else x[:, :, :1]
+        assert_near(live, t.gradients[name], t.budget[name])
+        assert name == "q" or np.all(x[:, :, 1:] == 0.0)
 
 
 # D4 causal for Nq != Nk: mlx #2835; onnxruntime #29020; flash-attention #1778
@@ -167,6 +235,30 @@ def test_d6_softcap_comes_before_the_mask(backend: str, how: str) -> None:
     assert_near(lse, np.full(lse.shape, math.log(1 + math.e)), budget.lse)
 
 
+def test_d6_the_gradient_of_softcap(backend: str) -> None:
+    # p is 1/(1+e) and e/(1+e); of s = 1 the factor 1 - tanh(50)**2 is 0, of s = 0 it is 1
+    q, k, v = column([1], "f8"), column([0, 50, 50], "f8"), column([1, 2, 9], "f8")
+    options: dict[str, Any] = {"softcap": 1.0, "mask": [True, True, False], "bias": np.zeros(3)}
+    out, lse = attend(backend, q, k, v, **options)
+    assert out.item() == pytest.approx((1 + 2 * math.e) / (1 + math.e), rel=1e-14)
+    assert lse.item() == pytest.approx(math.log(1 + math.e), rel=1e-14)
+    got: Any = nattn.attention_backward(
+        np.ones_like(out), q, k, v, out, lse, wrt=WRT[:4], backend=backend, **options
+    )
+    p = np.array([1.0, math.e]) / (1 + math.e)
+    ds = p[0] * p[1]  # p (v - out): the same size for both keys
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-13, atol=1e-16)
+    close(np.ravel(got.dbias), [-ds, ds, 0.0])  # the factor is not on dbias
+    close(np.ravel(got.dk), [-ds, 0.0, 0.0])
+    close(np.ravel(got.dq), [0.0])
+    close(np.ravel(got.dv), [*p, 0.0])
+
+
+def test_d6_the_gradient_of_softcap_with_a_bias(backend: str) -> None:
+    q, k, v = qkv(1, 2, 20, 30, 8, dtype="f8")
+    check_gradients(backend, q, k, v, softcap=0.5, bias=gaussian(2, 20, 30), mask=np.arange(30) > 3)
+
+
 # D7 axes, dtype and shape of the mask: onnx #8108; pytorch #193728
 
 
@@ -201,6 +293,29 @@ def test_d8_head_map_and_value_size(backend: str, sizes: tuple[int, int]) -> Non
     repeated = [np.repeat(x, 3, axis=1) for x in (k, v)]
     t = truth(q, *repeated)
     assert_near(out, t.out, t.budget.out[..., None])
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("sizes", [(8, 24), (24, 8), (1, 5), (33, 257)])
+def test_d8_gradients_are_summed_over_a_group(
+    backend: str, sizes: tuple[int, int], dtype: str
+) -> None:
+    D, Dv = sizes
+    q = gaussian(2, 6, 9, D, dtype=dtype)
+    k, v = gaussian(2, 2, 9, D, dtype=dtype, seed=1), gaussian(2, 2, 9, Dv, dtype=dtype, seed=2)
+    got = check_gradients(backend, q, k, v)
+    dout, dlse = incoming(Problem.build(q, k, v))
+    repeated = [np.repeat(x, 3, axis=1) for x in (k, v)]
+    t = gradient_truth(q, repeated[0], repeated[1], dout, dlse)
+    summed = {
+        n: t.gradients[n].reshape(2, 2, 3, *x.shape[2:]).sum(2) for n, x in (("k", k), ("v", v))
+    }
+    budget = {n: t.budget[n].reshape(2, 2, 3, *x.shape[2:]).sum(2) for n, x in (("k", k), ("v", v))}
+    u = float(np.finfo(dtype).eps)
+    for name, x in (("q", got.dq), ("k", got.dk), ("v", got.dv)):
+        expected = summed.get(name, t.gradients[name])
+        allowed = budget.get(name, t.budget[name])
+        assert_near(np.asarray(x), expected, allowed + 3 * u * np.abs(expected))
 
 
 def test_d8_heads_that_do_not_divide_raise(backend: str) -> None:
@@ -246,6 +361,20 @@ def test_d10_empties(backend: str, sizes: tuple[int, int, int], options: dict[st
         assert np.all(lse == -inf)
 
 
+@pytest.mark.parametrize("sizes", [(0, 3, 3), (1, 0, 3), (1, 3, 0), (1, 1, 1)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_d10_gradients_of_empties(
+    backend: str, sizes: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    B, Nq, Nk = sizes
+    q, k, v = qkv(B, 2, Nq, Nk, 4)
+    got = check_gradients(backend, q, k, v, sinks=[1.0, 2.0], bias=np.zeros((2, 1, Nk)), **options)
+    if B * Nq * Nk == 0:
+        for x in got[:4]:
+            assert x is not None
+            assert not x.any()
+
+
 # D11 strides: pytorch #187506, #112577; flash-attention #355; xformers #282; numba #4511, #2593
 
 
@@ -278,6 +407,43 @@ def test_d11_views_of_all_kinds(backend: str) -> None:
         assert out.dtype == np.dtype("f4")
         assert out.dtype.isnative
         np.testing.assert_array_equal(out, nattn.attention(*copies, backend=backend))
+
+
+def test_d11_gradients_of_views_of_all_kinds(backend: str) -> None:
+    q, k, v = qkv(2, 2, 40, 70, 16)
+    out, lse = attend(backend, q, k, v)
+    dout = gaussian(2, 2, 40, 16, seed=7)
+    packed = gaussian(2, 70, 3, 2, 16)
+    room = np.zeros(dout.nbytes + 1, "u1")[1:].view("f4").reshape(dout.shape)
+    room[...] = dout
+    read_only = dout.copy()
+    read_only.flags.writeable = False
+    douts = [
+        np.broadcast_to(np.float32(1), dout.shape),
+        np.broadcast_to(dout[:, :, :1], dout.shape),
+        np.asfortranarray(dout),
+        np.ascontiguousarray(dout[..., ::-1])[..., ::-1],
+        dout.astype(">f4"),
+        room,
+        read_only,
+    ]
+    views = [
+        *((x, q, k, v, out, lse) for x in douts),
+        (dout, q, *(packed[:, :, n].transpose(0, 2, 1, 3) for n in (0, 2)), out, lse),
+        (dout, q[..., ::-1], k[:, :, ::-1], np.broadcast_to(v[:1], v.shape), out, lse),
+        (dout, np.asfortranarray(q), k.astype(">f4"), np.asfortranarray(v), out, lse),
+        (dout, q, k, v, np.asfortranarray(out), np.asfortranarray(lse)),
+        (dout, q, k, v, out.astype(">f4"), lse.astype(">f4")),
+    ]
+    arrays: Any
+    for arrays in views:
+        before = [x.copy() for x in arrays]
+        copies: Any = [np.array(x, "f4", order="C") for x in arrays]
+        got = nattn.attention_backward(*arrays, backend=backend)
+        assert all(x is None or (x.dtype == "f4" and x.dtype.isnative) for x in got)
+        assert_same_gradients(got, nattn.attention_backward(*copies, backend=backend))
+        for x, copy in zip(arrays, before, strict=True):
+            np.testing.assert_array_equal(x, copy)
 
 
 # D12 precision: metal-flash-attention #8; ultralytics #24990; numba #8138, #3521
@@ -401,6 +567,21 @@ def test_s1_what_is_dropped_does_not_depend_on_the_tiling(backend: str) -> None:
             np.testing.assert_array_equal(out[0] > 0, expected[:, :Nq, :Nk])
 
 
+def test_s1_the_backward_pass_drops_what_the_forward_pass_drops(backend: str) -> None:
+    # dv of v = 1: each row gives 1 / (1 - p) times its weight to the keys that it keeps
+    kept = keep(0, np.arange(2)[:, None, None], np.arange(50)[:, None], np.arange(300), 3, 0.5)
+    q, k, v = np.zeros((1, 2, 50, 4), "f4"), np.zeros((1, 2, 300, 4), "f4"), gaussian(1, 2, 300, 3)
+    _, vjp = nattn.attention_vjp(q, k, v, dropout_p=0.5, seed=3, backend=backend)
+    dout = np.zeros((1, 2, 50, 3), "f4")
+    for i in (0, 17, 49):
+        dout[...] = 0.0
+        dout[:, :, i] = 1.0
+        dv = vjp(dout, wrt=("v",)).dv
+        assert dv is not None
+        np.testing.assert_array_equal(dv[0, ..., 0] > 0, kept[:, i])
+    check_gradients(backend, *qkv(1, 2, 50, 300, 8), dropout_p=0.1, seed=2**64 - 1)
+
+
 # S2 ALiBi slopes: mlx #3071; paiml/aprender #2143
 
 
@@ -432,6 +613,23 @@ def test_s3_an_item_alone(backend: str, Nq: int) -> None:
     np.testing.assert_array_equal(alone, together[:1])
 
 
+@pytest.mark.parametrize("Nq", [1, 4, 100])
+def test_s3_gradients_of_an_item_alone(backend: str, Nq: int) -> None:
+    q, k, v = qkv(5, 2, Nq, 700, 16)
+    dout = gaussian(5, 2, Nq, 16, seed=9)
+
+    def got(items: slice) -> Any:
+        _, vjp = nattn.attention_vjp(q[items], k[items], v[items], backend=backend)
+        return vjp(dout[items])
+
+    together = got(slice(None))
+    for b in range(5):
+        item = slice(b, b + 1)
+        assert_same_gradients(
+            got(item), nattn.Gradients(*(x[item] for x in together[:3]), *[None] * 3)
+        )
+
+
 # S5 weights that are subnormal numbers: meep #1708
 
 
@@ -454,3 +652,25 @@ def test_s6_edges(backend: str, D: int, Nk: int) -> None:
     check(backend, q, k, v)
     check(backend, q, k, v, mask=np.arange(Nk) % 5 > 0)
     check(backend, q, np.broadcast_to(k[:, :, :1], k.shape), np.broadcast_to(v[:1, :, :1], v.shape))
+
+
+@pytest.mark.parametrize("D", [72, 104])
+@pytest.mark.parametrize("Nk", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257])
+def test_s6_edges_backward(backend: str, D: int, Nk: int) -> None:
+    q, k, v = qkv(1, 1, 33, Nk, D)
+    check_gradients(backend, q, k, v)
+    check_gradients(backend, q, k, v, mask=np.arange(Nk) % 5 > 0)
+    flat = np.broadcast_to(k[:, :, :1], k.shape), np.broadcast_to(v[:1, :, :1], v.shape)
+    check_gradients(backend, q, *flat)
+
+
+def test_s6_edges_of_the_queries_backward(backend: str) -> None:
+    for Nq in (1, 15, 16, 17, 23, 24, 25, 47, 48, 49, 95, 96, 97, 191, 192, 193):
+        check_gradients(backend, *qkv(1, 1, Nq, 40, 8, 5))
+
+
+def test_s5_gradients_whose_weights_are_subnormal(backend: str) -> None:
+    rng = np.random.default_rng(0)
+    q = np.ones((1, 1, 64, 1), "f4")
+    k = column(np.where(np.arange(500) % 2, 0.0, -rng.uniform(90, 103, 500)))
+    check_gradients(backend, q, k, gaussian(1, 1, 500, 8))

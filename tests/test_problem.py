@@ -849,3 +849,132 @@ def test_big_endian_broadcasts_are_not_materialised() -> None:
     assert bias.dtype.isnative
     assert bias.strides[2] == 0
     np.testing.assert_array_equal(bias[0, 0, 7], row)
+
+
+# Gradients: what a backward pass starts from, and what it is asked for
+
+
+def backward_problem(**options: Any) -> tuple[Problem, dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 4, 5, 8), dtype=np.float32)
+    k, v = (rng.standard_normal((2, 2, 7, n), dtype=np.float32) for n in (8, 3))
+    lse = np.zeros((2, 4, 5), np.float32)
+    return Problem.build(q, k, v, **options), {
+        "dout": np.zeros((2, 4, 5, 3), np.float32),
+        "out": np.zeros((2, 4, 5, 3), np.float32),
+        "lse": lse,
+        "dlse": None,
+    }
+
+
+INCOMING: dict[str, tuple[str, Any, type[Exception], str]] = {
+    "dout, shape of q": ("dout", np.zeros((2, 4, 5, 8), "f4"), ValueError, r"\(2, 4, 5, 3\), got"),
+    "dout, to be broadcast": ("dout", np.float32(1), ValueError, r"got \(\)"),
+    "dout, dtype": ("dout", np.zeros((2, 4, 5, 3)), TypeError, "float32 as of q, got float64"),
+    "dout, integers": ("dout", np.zeros((2, 4, 5, 3), int), TypeError, "float32 as of q, got int"),
+    "dout, masked": ("dout", np.ma.zeros((2, 4, 5, 3)), TypeError, "got a masked array"),
+    "dout, none": ("dout", None, TypeError, "expected dtype float32"),
+    "out, shape": ("out", np.zeros((2, 5, 4, 3), "f4"), ValueError, r"got \(2, 5, 4, 3\)"),
+    "out, dtype": ("out", np.zeros((2, 4, 5, 3), "f2"), TypeError, "got float16"),
+    "lse, shape": ("lse", np.zeros((2, 5, 4), "f4"), ValueError, r"\(2, 4, 5\), got \(2, 5, 4\)"),
+    "lse, one axis more": ("lse", np.zeros((2, 4, 5, 1), "f4"), ValueError, r"got \(2, 4, 5, 1\)"),
+    "lse, dtype": ("lse", np.zeros((2, 4, 5)), TypeError, "float32 as of q, got float64"),
+    "lse, none": ("lse", None, TypeError, "expected dtype float32"),
+    "dlse, shape": ("dlse", np.zeros((2, 4), "f4"), ValueError, r"got \(2, 4\)"),
+    "dlse, dtype": ("dlse", np.zeros((2, 4, 5), "c8"), TypeError, "got complex64"),
+}
+
+
+@pytest.mark.parametrize("case", INCOMING)
+def test_incoming_errors(case: str) -> None:
+    name, value, error, expected = INCOMING[case]
+    p, arrays = backward_problem()
+    with pytest.raises(error, match=f"^{name}: expected .*{expected}|^{name}: .*{expected}"):
+        p.check_incoming(**{**arrays, name: value})
+
+
+def test_incoming_in_the_callers_rank_and_layout() -> None:
+    x = np.zeros((5, 8), "f4")
+    p = Problem.build(x, x, x)
+    dout, out, lse, dlse = p.check_incoming(x, x, x[:, 0], None)
+    assert dout.shape == out.shape == (1, 1, 5, 8)
+    assert lse.shape == (1, 1, 5)
+    assert lse.flags.c_contiguous
+    assert dlse is None
+    with pytest.raises(ValueError, match=r"^lse: expected shape \(5,\), got \(1, 1, 5\)"):
+        p.check_incoming(x, x, lse, None)
+    y = np.zeros((2, 5, 3, 8), "f4")
+    p = Problem.build(y, y, y, layout="bnhd")
+    big = np.arange(30, dtype=">f4").reshape(2, 3, 5)
+    dout, _, lse, dlse = p.check_incoming(y.astype(">f4"), y, big[..., ::-1], big)
+    assert dout.shape == (2, 3, 5, 8)
+    assert dout.dtype.isnative
+    assert lse.dtype.isnative
+    assert dlse.dtype.isnative
+    np.testing.assert_array_equal(lse, big[..., ::-1])
+
+
+def test_an_lse_of_other_lengths() -> None:
+    p, arrays = backward_problem(q_lens=[5, 3])
+    with pytest.raises(ValueError, match=r"^lse: expected -inf .*got 0.0 in row 3 of item 1"):
+        p.check_incoming(**arrays)
+    arrays["lse"][1, :, 3:] = -np.inf
+    p.check_incoming(**arrays)
+
+
+WRTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a name": ("q", TypeError, "got 'q'"),
+    "a set": ({"q"}, TypeError, "set"),
+    "none": (None, TypeError, "None"),
+    "a number": ((1,), TypeError, "got "),
+    "unknown": (("q", "o"), ValueError, "got 'o'"),
+    "with a d": (["dq"], ValueError, "got 'dq'"),
+    "twice": (("q", "k", "q"), ValueError, "got 'q' twice"),
+    "no bias": (("bias",), ValueError, "got 'bias' without bias"),
+    "no sinks": (("q", "sinks"), ValueError, "got 'sinks' without sinks"),
+    "no slopes": (("alibi_slopes",), ValueError, "got 'alibi_slopes' without alibi_slopes"),
+}
+
+
+@pytest.mark.parametrize("case", WRTS)
+def test_wrt_errors(case: str) -> None:
+    value, error, expected = WRTS[case]
+    p, _ = backward_problem()
+    with pytest.raises(error, match=f"^wrt: expected .*{expected}"):
+        p.check_wrt(value)
+
+
+def test_wrt() -> None:
+    p, _ = backward_problem(bias=np.zeros(7), sinks=[0.0] * 4, alibi_slopes=[0.0] * 4)
+    every = ["q", "k", "v", "bias", "sinks", "alibi_slopes"]
+    assert p.check_wrt(every) == frozenset(every)
+    assert p.check_wrt(()) == frozenset()
+
+
+def test_the_shape_of_a_bias() -> None:
+    for shape, padded in [
+        ((7,), (1, 1, 1, 7)),
+        ((), (1, 1, 1, 1)),
+        ((4, 1, 7), (1, 4, 1, 7)),
+        ((2, 1, 5, 1), (2, 1, 5, 1)),
+    ]:
+        p, _ = backward_problem(bias=np.zeros(shape, "f2"))
+        assert p.bias_shape == padded
+        assert p.gradient_as_given("bias", np.ones(padded)).shape == shape
+        assert p.gradient_as_given("bias", np.ones(padded)).dtype == np.float16
+    p, _ = backward_problem(bias=np.broadcast_to(np.float32(1), (2, 4, 5, 7)))
+    assert p.bias_shape == (2, 4, 5, 7)
+    p, _ = backward_problem()
+    assert p.bias_shape is None
+
+
+def test_gradients_as_given() -> None:
+    p, _ = backward_problem(sinks=np.zeros(4, ">f8"), alibi_slopes=[1, 2, 3, 4])
+    assert p.gradient_as_given("sinks", np.ones(4, "f4")).dtype.str == np.dtype("f8").str
+    slopes = p.gradient_as_given("alibi_slopes", np.ones((2, 4), "f4"))
+    assert slopes.tolist() == [2.0] * 4
+    assert slopes.dtype == np.float32  # integers have no gradient of their own type
+    p, _ = backward_problem(alibi_slopes=np.ones((2, 4), "f2"))
+    slopes = p.gradient_as_given("alibi_slopes", np.full((2, 4), 1e9, "f4"))
+    assert slopes.dtype == np.float16
+    assert np.all(slopes == np.inf)  # too large, and no warning

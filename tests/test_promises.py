@@ -19,11 +19,16 @@ import numpy as np
 import pytest
 from cases import (
     Case,
+    assert_gradients_near,
     assert_near,
     check,
+    check_gradients,
     gate,
     gaussian,
+    gradient_truth,
+    has_gradients,
     in_step,
+    incoming,
     looked_up,
     qkv,
     thin,
@@ -35,7 +40,7 @@ import nattn
 from nattn import masks
 from nattn.dtypes import error_budget
 from nattn.mods import compose, keep
-from nattn.problem import Problem
+from nattn.problem import WRT, Problem
 
 nan, inf = np.nan, np.inf
 POISON = [nan, inf, -inf]
@@ -50,6 +55,23 @@ def assert_same_bits(got: Any, expected: Any, rows: Any = ...) -> None:
     """Assert that pairs (out, lse) agree exactly in some rows."""
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_array_equal(x[rows], y[rows])
+
+
+def differentiate(backend: str, *arrays: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """Return all gradients for some dout and dlse, and these."""
+    p = Problem.build(*arrays, **options)
+    dout, dlse = incoming(p)
+    _, vjp = nattn.attention_vjp(*arrays, backend=backend, **options)
+    return vjp(dout, dlse, has_gradients(p)), dout, dlse
+
+
+def assert_same_gradients(got: Any, expected: Any, at: Any = ...) -> None:
+    """Assert that gradients agree exactly, those of bias and heads as a whole."""
+    for name, x, y in zip(WRT, got, expected, strict=True):
+        assert (x is None) == (y is None), name
+        if x is not None and y is not None:
+            where = at if name in "qkv" else ...
+            np.testing.assert_array_equal(x[where], y[where], err_msg=f"d{name}")
 
 
 # 1. Hidden keys are never read into a result
@@ -212,6 +234,85 @@ def test_1_what_a_score_mod_makes_of_hidden_pairs_changes_nothing(
     assert_same_bits(got(), clean, (0, blind))
 
 
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("hiding", HIDING)
+def test_1_hidden_keys_have_no_gradient(backend: str, hiding: str, poison: float) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16, 9)
+    options = HIDING[hiding]
+    p = Problem.build(q, k, v, **options)
+    dout, dlse = incoming(p)
+    hidden: Any = ~visible_pairs(p).any(axis=2)  # from all rows of the head
+    clean = gradient_truth(q, k, v, dout, dlse, **options)
+    q, k, v = q.copy(), k.copy(), v.copy()
+    k[hidden], v[hidden] = poison, poison
+    wrt = has_gradients(p)
+    _, vjp = nattn.attention_vjp(q, k, v, backend=backend, **options)
+    got: Any = vjp(dout, dlse, wrt)
+    assert_gradients_near(got, clean, wrt)
+    assert np.all(got.dk[hidden] == 0.0)
+    assert np.all(got.dv[hidden] == 0.0)
+    assert got.dbias is None or np.isfinite(got.dbias).all()
+    # a key that one row sees: what it does stays among those that depend on that row
+    k, v = np.where(hidden[..., None], 0, k), np.where(hidden[..., None], 0, v)
+    v = v.astype("f4")
+    v[0, 0, 30] = poison
+    sees = visible_pairs(p)[0, 0]
+    got = nattn.attention_vjp(q, k.astype("f4"), v, backend=backend, **options)[1](dout, dlse)
+    blind = ~sees[:, 30]
+    expected = gradient_truth(q, k.astype("f4"), v, dout, dlse, **options)
+    assert_gradients_near(got, expected, ("q", "k", "v"))
+    assert np.isfinite(got.dq[0, 0, blind]).all()
+    apart = ~sees[~blind].any(axis=0)  # keys of no row that sees it
+    assert np.isfinite(got.dk[0, 0, apart]).all()
+    assert np.isfinite(got.dv).all()
+    assert np.isfinite(got.dq[0, 1]).all()
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_1_padding_has_no_gradient(backend: str, poison: float) -> None:
+    q, k, v = qkv(3, 2, 60, 90, 16)
+    lengths: dict[str, Any] = {"q_lens": [60, 7, 33], "kv_lens": [1, 90, 64], "causal": True}
+    lengths["bias"] = gaussian(2, 60, 90)
+    clean, dout, dlse = differentiate(backend, q, k, v, **lengths)
+    out, lse = attend(backend, q, k, v, **lengths)
+    for b, (n_q, n_kv) in enumerate(zip(lengths["q_lens"], lengths["kv_lens"], strict=True)):
+        q[b, :, n_q:] = k[b, :, n_kv:] = v[b, :, n_kv:] = poison
+        dout[b, :, n_q:] = out[b, :, n_q:] = poison
+        dlse[b, :, n_q:] = poison
+    got: Any = nattn.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, wrt=("q", "k", "v", "bias"), backend=backend, **lengths
+    )
+    assert_same_gradients(got, clean)
+    for b, (n_q, n_kv) in enumerate(zip(lengths["q_lens"], lengths["kv_lens"], strict=True)):
+        assert np.all(got.dq[b, :, n_q:] == 0.0)
+        assert np.all(got.dk[b, :, n_kv:] == 0.0)
+        assert np.all(got.dv[b, :, n_kv:] == 0.0)
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_1_a_hidden_bias_has_no_gradient(backend: str, poison: float) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    options = HIDING["mask of each head"]
+    bias = gaussian(2, 70, 200)
+    visible = visible_pairs(Problem.build(q, k, v, **options))[0]
+    clean, *_ = differentiate(backend, q, k, v, bias=bias, **options)
+    bad = np.where(visible, bias, np.float32(poison))
+    got, *_ = differentiate(backend, q, k, v, bias=bad, **options)
+    assert_same_gradients(got, clean)
+    assert np.all(got.dbias[~visible] == 0.0)
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_1_the_gradient_of_a_dropped_key(backend: str, poison: float) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16, 9)
+    options: dict[str, Any] = {"dropout_p": 0.5, "seed": 3}
+    dropped = ~keep(0, np.arange(2)[:, None], np.arange(70), 150, 3, 0.5)
+    v[0, :, 150] = poison
+    got, dout, dlse = differentiate(backend, q, k, v, **options)
+    np.testing.assert_array_equal(np.isfinite(got.dq).all(axis=3)[0], dropped)
+    assert_gradients_near(got, gradient_truth(q, k, v, dout, dlse, **options), ("q", "k", "v"))
+
+
 # 2. A row that sees no key
 
 
@@ -279,6 +380,27 @@ def test_2_empty_rows(backend: str, emptying: str) -> None:
     rest[empty] = False
     assert np.all(np.isfinite(lse[:, :, rest]))
     assert np.all(out[:, :, rest] > 50.0)
+
+
+@pytest.mark.parametrize("emptying", EMPTYING)
+@pytest.mark.parametrize("sinks", [None, np.array([-3.0, 300.0], "f4")], ids=["", "sinks"])
+def test_2_gradients_of_empty_rows(backend: str, emptying: str, sinks: Any) -> None:
+    options, empty = EMPTYING[emptying]
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    options = options | ({} if sinks is None else {"sinks": sinks})
+    got = check_gradients(backend, q, k, v, **options)
+    assert np.all(got.dq[:, :, empty] == 0.0)
+    p = Problem.build(q, k, v, **options)
+    dout, dlse = incoming(p)
+    t = gradient_truth(q, k, v, dout, dlse, **options)
+    out, lse = attend(backend, q, k, v, **options)
+    dout[:, :, empty] = nan
+    if sinks is None:  # with a sink lse still depends on it
+        dlse[:, :, empty] = nan
+    again = nattn.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, wrt=has_gradients(p), backend=backend, **options
+    )
+    assert_gradients_near(again, t, has_gradients(p))
 
 
 # 3. NaN and Inf that are visible propagate to the rows that see them, and to no others
@@ -444,6 +566,52 @@ def test_3_with_few_queries(backend: str, Nq: int) -> None:
     assert np.isnan(out).sum() == 2 * Nq
     assert_same_bits((out, lse), clean, (slice(None), slice(0, 2)))
     np.testing.assert_array_equal(lse, clean[1])
+
+
+@pytest.mark.parametrize("options", SEEING.values(), ids=SEEING)
+@pytest.mark.parametrize(  # an infinite score of -inf would hide its key
+    ("where", "value"),
+    [
+        *((x, nan) for x in ("q", "k", "v", "dout", "dlse")),
+        ("v", inf),
+        ("dout", -inf),
+        ("dlse", inf),
+    ],
+)
+def test_3_gradients_of_what_is_not_finite(
+    backend: str, options: dict[str, Any], where: str, value: float
+) -> None:
+    q, k, v = qkv(2, 4, 70, 200, 16, 9)
+    k, v = k[:, :2].copy(), v[:, :2].copy()
+    options = {
+        n: np.tile(x, 2) if n in ("alibi_slopes", "sinks") else x for n, x in options.items()
+    }
+    if "mask" in options:
+        options["mask"] = np.tile(options["mask"], (1, 1))
+    p = Problem.build(q, k, v, **options)
+    dout, dlse = incoming(p)
+    clean = gradient_truth(q, k, v, dout, dlse, **options)
+    {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse[..., None]}[where][1, 0, 40, 0] = value
+    wrt = has_gradients(p)
+    _, vjp = nattn.attention_vjp(q, k, v, backend=backend, **options)
+    got: Any = vjp(dout, dlse, wrt)
+    visible = visible_pairs(p)
+    rows, keys = np.zeros((2, 4, 70), bool), np.zeros((2, 2, 200), bool)
+    if where in "kv":
+        rows[1, :2] = visible[1, :2, :, 40]
+    else:
+        rows[1, 0, 40] = True
+    for h in range(4):
+        keys[:, h // 2] |= (visible[:, h] & rows[:, h, :, None]).any(axis=1)
+    if where in "kv":
+        keys[1, 0, 40] = True
+    assert_gradients_near(got, gradient_truth(q, k, v, dout, dlse, **options), wrt)
+    assert not np.isfinite(got.dq[rows]).all(axis=-1).any()
+    for x, depends, name in ((got.dq, rows, "q"), (got.dk, keys, "k"), (got.dv, keys, "v")):
+        near = ~depends[..., None]
+        assert_near(
+            np.where(near, x, 0.0), np.where(near, clean.gradients[name], 0.0), clean.budget[name]
+        )
 
 
 # 4. There is no sentinel
@@ -622,6 +790,76 @@ def test_5_modifiers_whatever_the_strides_of_what_they_read(backend: str) -> Non
     assert_same_bits(got(row, doc), got(row.copy(), doc))
 
 
+def whatever_the_threads(monkeypatch: pytest.MonkeyPatch, *arrays: Any, **options: Any) -> None:
+    threads = importlib.import_module("nattn.cpu.threads")
+    results = []
+    for n in (1, 2, 3):
+        monkeypatch.setattr(threads, "thread_count", lambda n=n: n)
+        results.append(differentiate("cpu", *arrays, **options)[0])
+    assert_same_gradients(results[1], results[0])
+    assert_same_gradients(results[2], results[0])
+
+
+@pytest.mark.parametrize("Nq", [2, 200])
+def test_5_gradients_whatever_the_number_of_threads(
+    Nq: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = qkv(3, 4, Nq, 1100, 24)
+    bias = gaussian(4, 1, 1100)
+    k, v = k[:, :2], v[:, :2]
+    whatever_the_threads(monkeypatch, q, k, v, bias=bias, **WITH_B)
+    whatever_the_threads(monkeypatch, q, k, v, causal=True)
+    one = qkv(1, 1, Nq, 3000, 8)  # one head: the keys are what is shared out
+    whatever_the_threads(monkeypatch, *one, bias=gaussian(Nq, 3000))
+
+
+@pytest.mark.parametrize("Nq", [5, 90])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_5_gradients_whatever_the_batch_mates(backend: str, Nq: int, dtype: str) -> None:
+    q, k, v = qkv(3, 4, Nq, 1300, 24, dtype=dtype)
+    k, v = k[:, :2], v[:, :2]
+    lens: dict[str, Any] = {"kv_lens": [1300, 139, 3], "causal": True}
+    for more, items in ((WITH_B, [0]), (WITHOUT_B, [0, 1, 2])):
+        wrt = ("q", "k", "v")
+        dout = gaussian(3, 4, Nq, 24, dtype=dtype, seed=9)
+        together = nattn.attention_vjp(q, k, v, backend=backend, **lens, **more)[1](dout, None, wrt)
+        for b in items:
+            item = slice(b, b + 1)
+            alone = lens | {"kv_lens": lens["kv_lens"][item]} | more
+            _, vjp = nattn.attention_vjp(q[item], k[item], v[item], backend=backend, **alone)
+            expected = [None if x is None else x[item] for x in together]
+            assert_same_gradients(vjp(dout[item], None, wrt), expected)
+
+
+@pytest.mark.parametrize("q_len", [1, 8, 30])
+def test_5_gradients_whatever_the_padding(backend: str, q_len: int) -> None:
+    q, k, v = qkv(2, 4, 200, 700, 24)
+    k, v = k[:, :2], v[:, :2]
+    dout = gaussian(2, 4, 200, 24, seed=9)
+    lens: dict[str, Any] = {"q_lens": [q_len, 200], "kv_lens": [650, 700]}
+    _, vjp = nattn.attention_vjp(q, k, v, causal=True, backend=backend, **lens, **WITH_B)
+    padded = vjp(dout)
+    cut: Any = q[:1, :, :q_len], k[:1, :, :650], v[:1, :, :650]
+    _, vjp = nattn.attention_vjp(*cut, causal=True, backend=backend, **WITH_B)
+    got = vjp(dout[:1, :, :q_len])
+    ends = {"q": q_len, "k": 650, "v": 650}
+    expected = [np.asarray(x)[:1, :, :n] for x, n in zip(padded, ends.values(), strict=False)]
+    assert_same_gradients(got, [*expected, None, None, None])
+
+
+def test_5_gradients_whatever_the_other_heads(backend: str) -> None:
+    q, k, v = qkv(1, 6, 90, 140, 24)
+    k, v = k[:, :2], v[:, :2]
+    dout = gaussian(1, 6, 90, 24, seed=9)
+    together = nattn.attention_vjp(q, k, v, causal=True, backend=backend)[1](dout)
+    for kv in range(2):
+        heads, one = slice(3 * kv, 3 * kv + 3), slice(kv, kv + 1)
+        cut: Any = q[:, heads], k[:, one], v[:, one]
+        got = nattn.attention_vjp(*cut, causal=True, backend=backend)[1](dout[:, heads])
+        parts = [np.asarray(x)[:, n] for x, n in zip(together, (heads, one, one), strict=False)]
+        assert_same_gradients(got, [*parts, None, None, None])
+
+
 MATES = [
     {},
     {"causal": True},
@@ -725,6 +963,13 @@ def test_6_strided_keys_are_not_copied(child: Callable[..., str]) -> None:
     assert int(child("memory", 1 << 19, "strided")) < 32 << 20
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+@pytest.mark.parametrize("what", ["plain", "causal", "bias"])
+def test_6_memory_of_gradients(child: Callable[..., str], what: str) -> None:
+    # q has 1 MiB: three results, eight shares of dq and copies of dk and dv; the scores 1 GiB
+    assert int(child("memory_of_gradients", 16384, what)) < 48 << 20
+
+
 # 7. Accumulation and dtypes
 
 
@@ -755,6 +1000,19 @@ def test_7_scores_of_any_size_stay_within_the_budget(backend: str, size: float) 
     q, k, v = qkv(1, 2, 60, 300, 16)
     check(backend, q * np.float32(size), k, v)
     check(backend, q, k, v * np.float32(size))
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_7_gradients_of_long_rows_stay_within_the_budget(backend: str, spread: float) -> None:
+    q, k, v = qkv(1, 1, 20, 20_000, 8, 4)
+    check_gradients(backend, q * np.float32(spread), k, v)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 30.0, 1e3])
+def test_7_gradients_of_any_size_stay_within_the_budget(backend: str, size: float) -> None:
+    q, k, v = qkv(1, 2, 60, 300, 16)
+    check_gradients(backend, q * np.float32(size), k, v)
+    check_gradients(backend, q, k, v * np.float32(size))
 
 
 # 8. Indices
@@ -801,6 +1059,25 @@ def test_9_errors_come_before_anything_is_written(backend: str) -> None:
     with pytest.raises(ValueError, match=r"^kv_lens: expected lengths from 0 to 5, got 6"):
         nattn.attention(q, k, v, kv_lens=6, out=out, backend=backend)
     assert np.all(out == 7.0)
+
+
+def test_9_errors_of_gradients_come_before_anything_is_computed(backend: str) -> None:
+    q, k, v = qkv(1, 1, 5, 5, 4)
+    out, lse = attend(backend, q, k, v)
+    with pytest.raises(ValueError, match=r"^kv_lens: expected lengths from 0 to 5, got 6"):
+        nattn.attention_backward(out, q, k, v, out, lse, kv_lens=6, backend=backend)
+    with pytest.raises(ValueError, match=r"^backend: expected"):
+        nattn.attention_backward(out, q, k, v, out, lse, backend="gpu")
+
+
+def test_9_an_index_out_of_range_raises_backward_too(backend: str) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 16)
+    out, lse = attend(backend, q, k, v)
+    mod = functools.partial(looked_up, table=np.ones((1, 150), "f4"), gain=1.0)
+    with pytest.raises(IndexError, match=r"^score_mod: expected indices within"):
+        nattn.attention_backward(out, q, k, v, out, lse, score_mod=mod, backend=backend)
+    options: dict[str, Any] = {"score_mod": mod, "kv_lens": 150, "q_offset": 0}
+    check_gradients(backend, q, k, v, **options)
 
 
 @pytest.mark.parametrize("where", ["mask_mod", "score_mod"])
@@ -855,6 +1132,31 @@ def test_10_empty_sizes(backend: str, sizes: Case, options: dict[str, Any], dtyp
     _, lse = check(backend, q, k, v, **modifiers, **options)
     if sizes.Nk == 0:
         np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], lse.shape))
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Case("B", B=0),
+        Case("H", Hq=0),
+        Case("Hq", Hq=0, Hkv=3),
+        Case("Nq", Nq=0, Nk=7),
+        Case("Nk", Nq=7, Nk=0),
+        Case("Dv", Dv=0),
+        Case("Nq, Nk", Nq=0),
+        Case("all", B=0, Hq=0, Nq=0, Dv=0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_10_gradients_of_empty_sizes(backend: str, sizes: Case, dtype: str) -> None:
+    q, k, v, _ = sizes.make(dtype)
+    pairs = (*q.shape[:3], k.shape[2])
+    got = check_gradients(backend, q, k, v, mask=np.ones(pairs, bool), bias=np.zeros(pairs))
+    assert (np.shape(got.dq), np.shape(got.dk), np.shape(got.dv)) == (q.shape, k.shape, v.shape)
+    sinks = np.arange(q.shape[1], dtype="f4") - 1
+    modifiers = WITH_B | {"sinks": sinks, "alibi_slopes": sinks}
+    check_gradients(backend, q, k, v, causal=True, **modifiers)
 
 
 def test_10_no_value_columns_still_have_an_lse(backend: str) -> None:
@@ -947,3 +1249,9 @@ def test_11_ctrl_c(layer: str) -> None:
         watchdog.cancel()
     assert status == 0, "\n".join(lines)
     assert lines == ["ready", "interrupted"] * 2 + ["right"]
+
+
+@forks
+@pytest.mark.parametrize("layer", LAYERS)
+def test_11_gradients_from_anywhere(child: Callable[..., str], layer: str) -> None:
+    child("gradients_from_anywhere", **need(layer))
