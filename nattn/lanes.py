@@ -594,21 +594,13 @@ def _power(x: Vector, y: Vector) -> Vector:
     return elementary.power(x, y) if x.is_float else elementary.int_power(x, y)
 
 
-_MOST_PRODUCTS = 4
-"""Constant exponents up to which a power is a product: it rounds no more than twice then."""
-
-
-def _power_product(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
-    """Write a power with a small constant exponent as a product."""
+def _constant_power(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
+    """Write a power with a literal exponent, which may be but a product."""
     base, exponent = sig.args
     if not isinstance(exponent, types.IntegerLiteral):
         return None
-    n, to = exponent.literal_value, sig.return_type
-    if not 1 <= n <= _MOST_PRODUCTS:
-        return None
-    x = _operand(context, b, args[0], base, to)
-    square = x * x
-    return {1: x, 2: square, 3: square * x, 4: square * square}[n].value
+    x = _operand(context, b, args[0], base, sig.return_type)
+    return elementary.constant_power(x, exponent.literal_value).value
 
 
 def _is_true(x: Vector) -> Vector:
@@ -695,7 +687,7 @@ TERNARY: dict[Any, Operation] = {
 
 _POWERS = (operator.pow, np.power)
 for _op, _operation in BINARY.items():
-    _special = [_power_product] if _op in _POWERS else []
+    _special = [_constant_power] if _op in _POWERS else []
     _define(_op, _operation, 2, *_special)
     _inplace = getattr(operator, f"i{_op.__name__.strip('_')}", None)
     if _inplace is not None:
