@@ -338,7 +338,8 @@ def _common(args: tuple[Any, ...]) -> Lanes | None:
 def _bound(ty: Any) -> int:
     """Return the largest magnitude of an integer or boolean, scalar or lanes."""
     if isinstance(ty, types.IntegerLiteral):
-        return abs(int(ty.literal_value))
+        value = int(ty.literal_value)
+        return abs(value) + (value == _INT32)  # of which only the negative fits 32 bits
     if isinstance(ty, Lanes) and ty.bound is not None:
         return ty.bound
     kind = ty.dtype if isinstance(ty, Lanes) else ty
@@ -525,25 +526,19 @@ def _comparison(symbol: str) -> Callable[[Vector, Vector], Vector]:
     return lambda x, y: x.cmp(symbol, y)
 
 
-_BEYOND = {"<": 1, "<=": 1, ">": -1, ">=": -1, "!=": 0}
-"""Comparisons that hold with a right-hand side beyond all 32-bit numbers: above (1), below (-1), or
-on both sides (0)."""
-
-
 def _compare_narrow(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
     """Compare int32 lanes with one 64-bit integer, without widening the lanes.
 
-    The one integer is often a bound number or a position, and does not change in a loop: what is
-    said here about its size is then computed once.
+    The one integer is often a bound number or a position. Brought to the ends of 32 bits, which the
+    lanes do not reach, it compares with them as before; in a loop that happens once.
     """
-    symbol = {operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="}
-    name = symbol.get(fn, "==" if fn is operator.eq else "!=")
     for n in (0, 1):
         x, y = sig.args[n], sig.args[1 - n]
         one = y.dtype if isinstance(y, Lanes) and y.width == 1 else y
         if (
             isinstance(x, Lanes)
             and x.dtype == types.int32
+            and _bound(x) < _INT32 - 1
             and (x.width > 1 or not isinstance(y, Lanes))
             and isinstance(one, types.Integer)
             and one.bitwidth == 64
@@ -552,23 +547,16 @@ def _compare_narrow(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
             break
     else:
         return None
-    if n == 1:
-        name = name.translate(str.maketrans("<>", "><"))
     value = args[1 - n]
     if isinstance(y, Lanes):
         value = b.extract_element(value, I32(0))
     elif not one.signed:
-        value = b.select(b.icmp_signed("<", value, I64(0)), I64((1 << 63) - 1), value)
-    above = b.icmp_signed(">=", value, I64(_INT32))
-    below = b.icmp_signed("<", value, I64(-_INT32))
-    spread = _broadcast(b, b.trunc(value, I32), x.width)
-    inside = Vector(b, args[n]).cmp(name, Vector(b, spread))
-    outside = b.or_(above, below)
-    truth = ir.Constant(ir.IntType(1), 0)
-    if name in _BEYOND:
-        truth = {1: above, -1: below, 0: outside}[_BEYOND[name]]
-    keep = Vector(b, _broadcast(b, b.not_(outside), x.width))
-    return ((inside & keep) | Vector(b, _broadcast(b, truth, x.width))).value
+        value = b.select(b.icmp_signed("<", value, I64(0)), I64(_INT32 - 1), value)
+    value = b.select(b.icmp_signed(">", value, I64(_INT32 - 1)), I64(_INT32 - 1), value)
+    value = b.select(b.icmp_signed("<", value, I64(-_INT32)), I64(-_INT32), value)
+    spread = Vector(b, _broadcast(b, b.trunc(value, I32), x.width))
+    operands = [Vector(b, args[n]), spread]
+    return COMPARISON[fn].emit(*(operands if n == 0 else reversed(operands))).value
 
 
 def _sqrt(x: Vector) -> Vector:
@@ -744,6 +732,7 @@ for _x in (Lanes, types.Number, types.Boolean):
         lower_builtin(np.where, Lanes, _x, _y)(_lower_where)
 
 
+@typed(operator.not_)
 @typed(bool)
 def _type_bool(x: Any) -> None:
     if isinstance(x, Lanes):
