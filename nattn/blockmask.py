@@ -75,7 +75,7 @@ class BlockMask(masks.Blocks):
         """
         tree = functions.resolve("mask_mod", mask_mod, functions.MASK_MOD)
         B, H, Nq, Nk = (_size(*x) for x in (("B", B), ("H", H), ("Nq", Nq), ("Nk", Nk)))
-        block_size = _size("block_size", block_size, least=1)
+        block_size = min(_size("block_size", block_size, least=1), max(Nq, Nk, 1))
         exact = check_integers("q_offset", Nk - Nq if q_offset is None else q_offset, B)
         # As far as any array reaches; Problem compares what is left of larger ones.
         offset = np.clip(np.array(exact, object), -FAR, FAR).astype(np.int64)

@@ -338,7 +338,8 @@ def _common(args: tuple[Any, ...]) -> Lanes | None:
 def _bound(ty: Any) -> int:
     """Return the largest magnitude of an integer or boolean, scalar or lanes."""
     if isinstance(ty, types.IntegerLiteral):
-        return abs(int(ty.literal_value))
+        value = int(ty.literal_value)
+        return abs(value) + (value == _INT32)  # of which only the negative fits 32 bits
     if isinstance(ty, Lanes) and ty.bound is not None:
         return ty.bound
     kind = ty.dtype if isinstance(ty, Lanes) else ty
@@ -525,25 +526,19 @@ def _comparison(symbol: str) -> Callable[[Vector, Vector], Vector]:
     return lambda x, y: x.cmp(symbol, y)
 
 
-_BEYOND = {"<": 1, "<=": 1, ">": -1, ">=": -1, "!=": 0}
-"""Comparisons that hold with a right-hand side beyond all 32-bit numbers: above (1), below (-1), or
-on both sides (0)."""
-
-
 def _compare_narrow(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
     """Compare int32 lanes with one 64-bit integer, without widening the lanes.
 
-    The one integer is often a bound number or a position, and does not change in a loop: what is
-    said here about its size is then computed once.
+    The one integer is often a bound number or a position. Brought to the ends of 32 bits, which the
+    lanes do not reach, it compares with them as before; in a loop that happens once.
     """
-    symbol = {operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="}
-    name = symbol.get(fn, "==" if fn is operator.eq else "!=")
     for n in (0, 1):
         x, y = sig.args[n], sig.args[1 - n]
         one = y.dtype if isinstance(y, Lanes) and y.width == 1 else y
         if (
             isinstance(x, Lanes)
             and x.dtype == types.int32
+            and _bound(x) < _INT32 - 1
             and (x.width > 1 or not isinstance(y, Lanes))
             and isinstance(one, types.Integer)
             and one.bitwidth == 64
@@ -552,23 +547,16 @@ def _compare_narrow(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
             break
     else:
         return None
-    if n == 1:
-        name = name.translate(str.maketrans("<>", "><"))
     value = args[1 - n]
     if isinstance(y, Lanes):
         value = b.extract_element(value, I32(0))
     elif not one.signed:
-        value = b.select(b.icmp_signed("<", value, I64(0)), I64((1 << 63) - 1), value)
-    above = b.icmp_signed(">=", value, I64(_INT32))
-    below = b.icmp_signed("<", value, I64(-_INT32))
-    spread = _broadcast(b, b.trunc(value, I32), x.width)
-    inside = Vector(b, args[n]).cmp(name, Vector(b, spread))
-    outside = b.or_(above, below)
-    truth = ir.Constant(ir.IntType(1), 0)
-    if name in _BEYOND:
-        truth = {1: above, -1: below, 0: outside}[_BEYOND[name]]
-    keep = Vector(b, _broadcast(b, b.not_(outside), x.width))
-    return ((inside & keep) | Vector(b, _broadcast(b, truth, x.width))).value
+        value = b.select(b.icmp_signed("<", value, I64(0)), I64(_INT32 - 1), value)
+    value = b.select(b.icmp_signed(">", value, I64(_INT32 - 1)), I64(_INT32 - 1), value)
+    value = b.select(b.icmp_signed("<", value, I64(-_INT32)), I64(-_INT32), value)
+    spread = Vector(b, _broadcast(b, b.trunc(value, I32), x.width))
+    operands = [Vector(b, args[n]), spread]
+    return COMPARISON[fn].emit(*(operands if n == 0 else reversed(operands))).value
 
 
 def _sqrt(x: Vector) -> Vector:
@@ -594,21 +582,13 @@ def _power(x: Vector, y: Vector) -> Vector:
     return elementary.power(x, y) if x.is_float else elementary.int_power(x, y)
 
 
-_MOST_PRODUCTS = 4
-"""Constant exponents up to which a power is a product: it rounds no more than twice then."""
-
-
-def _power_product(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
-    """Write a power with a small constant exponent as a product."""
+def _constant_power(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
+    """Write a power with a literal exponent, which may be but a product."""
     base, exponent = sig.args
     if not isinstance(exponent, types.IntegerLiteral):
         return None
-    n, to = exponent.literal_value, sig.return_type
-    if not 1 <= n <= _MOST_PRODUCTS:
-        return None
-    x = _operand(context, b, args[0], base, to)
-    square = x * x
-    return {1: x, 2: square, 3: square * x, 4: square * square}[n].value
+    x = _operand(context, b, args[0], base, sig.return_type)
+    return elementary.constant_power(x, exponent.literal_value).value
 
 
 def _is_true(x: Vector) -> Vector:
@@ -695,7 +675,7 @@ TERNARY: dict[Any, Operation] = {
 
 _POWERS = (operator.pow, np.power)
 for _op, _operation in BINARY.items():
-    _special = [_power_product] if _op in _POWERS else []
+    _special = [_constant_power] if _op in _POWERS else []
     _define(_op, _operation, 2, *_special)
     _inplace = getattr(operator, f"i{_op.__name__.strip('_')}", None)
     if _inplace is not None:
@@ -752,6 +732,7 @@ for _x in (Lanes, types.Number, types.Boolean):
         lower_builtin(np.where, Lanes, _x, _y)(_lower_where)
 
 
+@typed(operator.not_)
 @typed(bool)
 def _type_bool(x: Any) -> None:
     if isinstance(x, Lanes):

@@ -504,14 +504,14 @@ def _torch(case: Case, threads: int) -> Call:
 
 def _flex(case: Case, threads: int) -> Call:
     """PyTorch's FlexAttention, compiled: what torch has for functions of scores."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that outlive this
-    import torch
-    from torch.nn.attention import flex_attention as flex
-
     if case.dtype != "float32":
         raise Unsupported("float32 only")
     if case.mask is not None or case.mod not in (None, *_FLEX):
         raise Unsupported("not written for it")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that outlive this
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     torch._dynamo.reset()  # after some cases it would stop compiling, and say so to nobody

@@ -137,10 +137,11 @@ def facts() -> dict[str, Any]:
 def run_checks() -> None:
     """Check a few calls against the reference, and the elementary functions."""
     import numpy as np
-    import test_lanes
+    import test_elementary
     from cases import CASES, check
 
     names = ["odd sizes", "many blocks", "causal, more keys", "window", "mask", "bias, float16"]
+    names += ["softcap", "ALiBi", "sinks", "mask_mod", "dropout"]
     for name in (*names, "everything"):
         case = next(c for c in CASES if c.name == name)
         q, k, v, options = case.make(np.float32)
@@ -149,10 +150,11 @@ def run_checks() -> None:
         poisoned[..., -1, :] = np.nan
         check("cpu", q, k, poisoned, **options)
     for dtype in ("float32", "float64"):
-        test_lanes.test_special_values(dtype)
-        for function in test_lanes.FUNCTIONS:
-            test_lanes.test_accuracy_in_decimals(function, dtype)
-    test_lanes.test_fma(test_lanes.TILES[0])
+        test_elementary.test_special_values(dtype)
+        for function in test_elementary.FUNCTIONS:
+            test_elementary.test_accuracy_in_decimals(function, dtype)
+        test_elementary.test_power_of_special_values(dtype)
+        test_elementary.test_fma(8, dtype)
 
 
 if __name__ == "__main__":

@@ -448,24 +448,12 @@ def test_special_values(dtype: str) -> None:
 
 def of_special_values(dtype: str) -> Array:
     f = np.finfo(dtype)
-    some: list[Any] = [
-        0,
-        1,
-        2,
-        3,
-        7,
-        0.5,
-        0.25,
-        1.5,
-        2.5,
-        1e30,
-        1e-30,
-        2.0**59,
-        2.0**24 + 1,
-        2.0**53 - 1,
-    ]
-    some += [1 + f.eps, 1 - f.epsneg, f.max, f.tiny, f.smallest_subnormal, math.inf, math.nan]
-    return np.array([*some, *(-x for x in some)], dtype)
+    some: list[Any] = [0.0, 1, 2, 3, 7, 0.5, 0.25, 1.5, 2.5, 1e30, 1e-30, 2.0**59]
+    some += [2.0**24 + 1, 2.0**53 - 1, 1 + f.eps, 1 - f.epsneg]
+    some += [f.max, f.tiny, f.smallest_subnormal, math.inf, math.nan]
+    values = np.array([*some, *(-x for x in some)], dtype)
+    assert np.signbit(values[values == 0]).tolist() == [False, True]
+    return values
 
 
 @dtype_of_each_kind

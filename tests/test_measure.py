@@ -57,7 +57,7 @@ def test_flops_are_those_of_both_products() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mod", ["causal", "documents", "prefix", "local"])
 def test_scores_of_blocks_that_are_skipped_do_not_count(mod: str, causal: bool) -> None:
-    n, size = 300, 128
+    n, size = 700, 128
     case = Case(B=2, H=3, N=n, mod=mod, causal=causal)
     i, j = np.arange(n)[:, None], np.arange(n)
     seen = np.broadcast_to(case.arrays()[3]["mask_mod"](0, 0, i, j), (n, n))
@@ -243,9 +243,16 @@ def test_peers_compute_the_same_or_sit_out(name: str) -> None:
     assert done >= 2
 
 
-@pytest.mark.parametrize("case", [Case(mod="gate"), Case(mask="open"), Case(dtype="float64")])
-def test_flex_sits_out(case: Case) -> None:
-    with pytest.raises(Unsupported, match="not written for it|float32 only|not installed"):
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (Case(mod="gate"), "not written for it"),
+        (Case(mask="open"), "not written for it"),
+        (Case(mod="softcap", dtype="float64"), "float32 only"),
+    ],
+)
+def test_flex_sits_out(case: Case, why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
         measure.prepare("flex", case, 1)
 
 
@@ -287,4 +294,5 @@ def test_nattn_and_the_peak_in_one_process() -> None:
     with Contestant("nattn", 1) as ours:
         ours.prepare(SMALL)
         assert ours.sample(0.001) > 0
-        assert ours.peak("float32") > ours.peak("float64") * 1.2
+        peak = {dtype: max(ours.peak(dtype) for _ in range(5)) for dtype in ("float32", "float64")}
+        assert peak["float32"] > peak["float64"] * 1.2

@@ -17,9 +17,10 @@ ROWS = (  # each uses only the rows under it
     {"bench", "demo"},
     {"measure"},
     {"kvcache", "diagnostics", "nn", "integrations"},
+    {"blockmask"},
     {"__init__", "api", "positional"},
     {"cpu", "reference", "cuda"},
-    {"problem"},
+    {"problem", "dense"},
     {"masks", "mods"},
     {"dual"},
     {"lanes"},
@@ -27,9 +28,11 @@ ROWS = (  # each uses only the rows under it
 )
 HEIGHT = {room: len(ROWS) - i for i, row in enumerate(ROWS) for room in row}
 BACKENDS = {"cpu", "reference", "cuda"}
-SIBLINGS = {("__init__", "api"), ("__init__", "positional")}
-"""The package's own face shows what its row offers."""
+SHOWN = {("__init__", "api"), ("__init__", "positional"), ("__init__", "blockmask")}
+"""The package's own face shows what lies beside it and above."""
 
+LIGHT = {"__init__", "api", "blockmask", "problem", "reference", "dense", "masks", "mods"}
+LIGHT |= {"functions", "dtypes", "progress"}
 LLVM = {"elementary", "lanes", "dual"}
 LLVM_VERSION_ONLY = {"__main__"}
 JIT = {"njit", "jit", "cfunc", "vectorize", "guvectorize"}
@@ -87,7 +90,8 @@ def test_the_reader_sees_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_there_is_something_to_check() -> None:
     found = {room_of(path) for path in sources()}
-    assert {"api", "cpu", "reference", "problem", "lanes", "__main__"} <= found
+    assert {"api", "cpu", "reference", "problem", "lanes", "functions", "__main__"} <= found
+    assert found >= LIGHT
 
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
@@ -99,7 +103,7 @@ def test_every_file_has_a_room(path: Path) -> None:
 def test_imports_point_downwards(path: Path) -> None:
     room = room_of(path)
     for used in rooms_used(path) - {room, "__init__"}:
-        assert HEIGHT[used] < HEIGHT[room] or (room, used) in SIBLINGS, f"{room} imports {used}"
+        assert HEIGHT[used] < HEIGHT[room] or (room, used) in SHOWN, f"{room} imports {used}"
     if "__init__" in rooms_used(path):  # the version, from the face of the package
         assert HEIGHT[room] > HEIGHT["__init__"]
 
@@ -133,7 +137,7 @@ def test_only_jit_compiles(path: Path) -> None:
 @pytest.mark.parametrize("path", sources(), ids=name_of)
 def test_the_light_rooms_import_no_numba(path: Path) -> None:
     """`import nattn` must stay quick, and the reference must not lean on what it checks."""
-    if room_of(path) in {"__init__", "api", "problem", "reference", "dtypes", "progress"}:
+    if room_of(path) in LIGHT:
         assert not [n for n in imports(path) if n.split(".")[0] in {"numba", "llvmlite"}]
 
 

@@ -479,7 +479,7 @@ def _leaves(tree: Tree) -> list[Bound]:
 def _explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
     """Say which line of a user's function is the trouble, why, and what to do.
 
-    Numba's text holds it all: every call on the way to the line, and what each candidate said.
+    Numba's text holds it all: every call on the way from the line, and what each candidate said.
     """
     text = str(error)
     plain = [
@@ -487,7 +487,7 @@ def _explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
     ]
     by_file = {f.__code__.co_filename: f.__name__ for f in plain}
     where = " and ".join(leaf.function.__name__ for leaf in _leaves(tree))
-    for file, line in reversed(re.findall(r"[Dd]uring: typing of .*? at (.+?) \((\d+)\)", text)):
+    for file, line in re.findall(r"[Dd]uring: typing of .*? at (.+?) \((\d+)\)", text):
         if file in by_file:
             source = linecache.getline(file, int(line)).strip()
             where = f'"{file}", line {line}' + (f": {source}" if source else "")
