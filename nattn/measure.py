@@ -72,6 +72,12 @@ class Case:
         What happens to the scores, or which mask function hides some: a key of `MODIFIERS`.
     skip : bool
         Give nattn a mask function as a `nattn.BlockMask`, so that empty blocks are skipped.
+    Hkv : int or None
+        Key heads, `H` if None.
+    backward : bool
+        Measure the gradients of q, k and v, and of the bias if there is one.
+    bias : str or None
+        A bias of zeros: "full", ``(1, H, N, N)``, or "keys", ``(1, H, 1, N)``.
     """
 
     B: int = 1
@@ -86,6 +92,9 @@ class Case:
     form: str = "contiguous"
     mod: str | None = None
     skip: bool = True
+    Hkv: int | None = None
+    backward: bool = False
+    bias: Literal["full", "keys"] | None = None
 
     @property
     def width(self) -> int:
@@ -125,13 +134,16 @@ class Case:
         return BlockMask.from_mask_mod(mask_mod, 1, 1, self.N, self.N)
 
     def flops(self) -> int:
-        """Count the floating-point operations of both products over the visible scores.
+        """Count the floating-point operations of the products over the visible scores.
 
         Returns
         -------
         int
-            ``2 * visible * (D + Dv)``: softmax is not counted.
+            ``2 * visible * (D + Dv)``, and for the gradients ``2 * visible * (3 D + 2 Dv)``:
+            softmax is not counted.
         """
+        if self.backward:
+            return 2 * self.visible() * (3 * self.D + 2 * self.width)
         return 2 * self.visible() * (self.D + self.width)
 
     def arrays(self, seed: int = 0) -> tuple[Array, Array, Array, dict[str, Any]]:
@@ -156,9 +168,10 @@ class Case:
             every = packed.astype(self.dtype).transpose(2, 0, 3, 1, 4)
             q, k, v = (x[..., :w] for x, w in zip(every, widths, strict=True))
         else:
+            key_heads = self.H if self.Hkv is None else self.Hkv
             q, k, v = (
-                _in_form(rng.standard_normal((self.B, self.H, self.N, w)).astype(self.dtype), self)
-                for w in widths
+                _in_form(rng.standard_normal((self.B, h, self.N, w)).astype(self.dtype), self)
+                for h, w in zip((self.H, key_heads, key_heads), widths, strict=True)
             )
         options: dict[str, Any] = {}
         if self.causal:
@@ -167,7 +180,15 @@ class Case:
             options["window_size"] = self.window
         if self.mask is not None:
             options["mask"] = self._mask(rng)
+        if self.bias is not None:
+            rows = self.N if self.bias == "full" else 1
+            options["bias"] = np.zeros((1, self.H, rows, self.N), self.dtype)
         return q, k, v, options | self._modifiers()
+
+    def dout(self) -> Array:
+        """Make the gradient that arrives through the output: standard normal."""
+        shape = (self.B, self.H, self.N, self.width)
+        return np.random.default_rng(1).standard_normal(shape).astype(self.dtype)
 
     def _modifiers(self) -> dict[str, Any]:
         return {} if self.mod is None else MODIFIERS[self.mod](self)
@@ -459,7 +480,19 @@ def _nattn(case: Case, threads: int) -> Call:
     blocks = case.blocks()
     if blocks is not None:
         del options["mask_mod"]  # the blocks know it
-    return lambda: api.attention(q, k, v, backend="cpu", block_mask=blocks, **options)
+    options |= {"backend": "cpu", "block_mask": blocks}
+    if not case.backward:
+        return lambda: api.attention(q, k, v, **options)
+    out, lse = api.attention(q, k, v, return_lse=True, **options)
+    dout = case.dout()
+    wrt = ("q", "k", "v", "bias") if case.bias else ("q", "k", "v")
+
+    def gradient() -> Array:
+        found = api.attention_backward(dout, q, k, v, out, lse, wrt=wrt, **options)
+        assert found.dq is not None
+        return found.dq
+
+    return gradient
 
 
 def _reference(case: Case, threads: int) -> Call:
@@ -499,6 +532,19 @@ def _torch(case: Case, threads: int) -> Call:
     hidden = None if only_causal else _hidden(case, options)
     mask = None if hidden is None else torch.from_numpy(~hidden)
     attend = torch.nn.functional.scaled_dot_product_attention
+    if case.backward:
+        if case.Hkv is not None or case.bias is not None:
+            raise Unsupported("not written for it")
+        dout = torch.from_numpy(case.dout())
+        inputs = [x.requires_grad_() for x in (tq, tk, tv)]
+        with torch.enable_grad():
+            out = attend(*inputs, attn_mask=mask, is_causal=only_causal)
+
+        def gradient() -> Array:
+            found: Array = torch.autograd.grad(out, inputs, dout, retain_graph=True)[0].numpy()
+            return found
+
+        return gradient
     return lambda: attend(tq, tk, tv, attn_mask=mask, is_causal=only_causal).numpy()
 
 
@@ -693,6 +739,9 @@ PREPARE: dict[str, Callable[[Case, int], Call]] = {
 _MODIFYING = ("nattn", "reference", "flex")
 """Those that can be asked for a case with a `Case.mod`."""
 
+_LEARNING = ("nattn", "torch")
+"""Those that can be asked for gradients."""
+
 
 def prepare(name: str, case: Case, threads: int) -> Call:
     """Prepare a case for a contestant in this process, and check what it computes.
@@ -721,6 +770,8 @@ def prepare(name: str, case: Case, threads: int) -> Call:
     """
     if case.mod is not None and name not in _MODIFYING:
         raise Unsupported("no functions of scores")
+    if case.backward and name not in _LEARNING:
+        raise Unsupported("no gradients")
     try:
         call = PREPARE[name](case, threads)
     except ImportError as missing:
@@ -738,6 +789,9 @@ def check(case: Case, out: Array) -> None:
         If they are wrong.
     """
     q, k, v, options = case.arrays()
+    if case.backward:
+        _check_gradient(case, out)
+        return
     mask = options.pop("mask", None)
     dropout_p, seed = options.pop("dropout_p", 0.0), options.pop("seed", 0)
 
@@ -772,6 +826,26 @@ def check(case: Case, out: Array) -> None:
     allowed = 1e-3 if case.dtype == "float32" else 1e-9
     if not error <= allowed:
         raise ArithmeticError(f"wrong by {error:.2g}, more than the {allowed:.2g} allowed")
+
+
+def _check_gradient(case: Case, dq: Array) -> None:
+    """Compare sampled rows of dq with the reference's."""
+    q, k, v, options = case.arrays()
+    dout = case.dout()
+    options.pop("bias", None)  # zeros
+    error = 0.0
+    for row in {0, case.N // 3, case.N - 1}:
+        one = slice(row, row + 1)
+        given = {**options, "q_offset": row, "backend": "reference"}
+        out, lse = api.attention(q[:1, :, one], k[:1], v[:1], return_lse=True, **given)
+        want = api.attention_backward(
+            dout[:1, :, one], q[:1, :, one], k[:1], v[:1], out, lse, wrt=("q",), **given
+        ).dq
+        assert want is not None
+        error = float(np.max([error, np.abs(dq[0, :, row] - want[0, :, 0]).max(initial=0.0)]))
+    allowed = 1e-3 if case.dtype == "float32" else 1e-9
+    if not error <= allowed:
+        raise ArithmeticError(f"dq wrong by {error:.2g}, more than the {allowed:.2g} allowed")
 
 
 # Each in a process of its own

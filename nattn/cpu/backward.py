@@ -80,9 +80,9 @@ ARGS = Struct(
         *("row_sum", "distance_sum"),
         # sizes
         *("Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "block"),
-        # items of this run: the first (item, key head), and their number; parts of the keys, and the
-        # address of int64 (B,): keys of one; rows and tiles of a head, groups of tiles that share
-        # one pass over the keys
+        # items of this run: the first (item, key head), and their number; parts of the keys, and
+        # the address of int64 (B,): keys of one; rows and tiles of a head, groups of tiles that
+        # share one pass over the keys
         *(
             "B",
             "first_item",

@@ -318,7 +318,7 @@ def backward(
     dk = made("k", p.B, p.Hkv, padded_Nk, padded_D)
     dv = made("v", p.B, p.Hkv, padded_Nk, padded_Dv)
     dbias, row_sum, columns = None, None, False
-    strides = (0, 0, 0, 0)
+    strides: tuple[int, ...] = (0, 0, 0, 0)
     one_by_one = False
     if "bias" in wrt:
         assert p.bias_shape is not None
