@@ -52,7 +52,7 @@ from .softmax import LOG2E, note_hidden
 from .threads import enter, leave, stopped, take_task
 
 AREAS = (
-    *("queries", "douts", "query_rows", "dout_rows", "dq_acc", "lse_rows", "deltas"),
+    *("queries", "douts", "query_rows", "dout_rows", "dq_acc", "lse_rows", "deltas", "out_row"),
     *("lane_lo", "lane_hi", "lane_head", "lane_row", "block_rows", "states"),
     *("row_sums", "distance_sums", "probs", "dscores", "derivs", "plain", "marks"),
     *("keys", "values", "panels", "ones", "top", "bounds"),
@@ -68,8 +68,10 @@ ARGS = Struct(
         *("k", "k_b", "k_h", "k_n", "k_d"),
         *("v", "v_b", "v_h", "v_n", "v_d"),
         *("dout", "dout_b", "dout_h", "dout_n", "dout_d"),
-        # addresses of contiguous (B, Hq, Nq): lse, and rowsum(dout * out) - dlse
-        *("lse", "delta"),
+        *("out", "out_b", "out_h", "out_n", "out_d"),
+        # addresses of contiguous (B, Hq, Nq): lse; dlse (0: none); rowsum(dout * out) - dlse, which
+        # is written for rows that see a key
+        *("lse", "dlse", "delta"),
         # results: addresses of contiguous (parts, items, group, Nq, D), (B, Hkv, padded Nk,
         # padded D or Dv), or 0 where one is not wanted; the padded sizes
         *("dq", "dk", "dv", "padded_Nk", "padded_D", "padded_Dv"),
@@ -125,6 +127,7 @@ def backward_worker(tile, wide):
             store(ones + i * tile.W * size, splat(tile, 1.0))
         sums = a.dbias != 0 or a.row_sum != 0 or a.distance_sum != 0
         wants_scores = a.dq != 0 or a.dk != 0 or sums
+        wants_products = wants_scores or a.dv != 0
         trouble = 0
         enter(a.control)
         while True:
@@ -161,6 +164,7 @@ def backward_worker(tile, wide):
                     for t in range(first_tile, min(first_tile + a.tiles_at_once, a.tiles)):
                         # What sees nothing of this part gets no place among the tiles.
                         assign_rows(tile, a, scratch, n_tiles, head, t * tile.lanes)
+                        end_rows(tile, a, scratch, b, n_tiles, t * tile.lanes)
                         select_tile(tile, a, scratch, context, n_tiles)
                         find_ranges(tile, a, scratch, context, n_tiles)
                         state = tile_state(a, scratch, n_tiles)
@@ -172,6 +176,8 @@ def backward_worker(tile, wide):
                             load_tile(tile, a, scratch, context, n_tiles)
                             reset_sums(tile, a, scratch, n_tiles, columns)
                             n_tiles += 1
+                    if not wants_products:
+                        hi = lo
 
                     for n0 in range(lo // block * block, hi, block):
                         if stopped(a.control):
@@ -356,6 +362,18 @@ def backward_worker(tile, wide):
 
 
 @device
+def end_rows(tile, a, scratch, b, t, first_row):
+    """Let a tile end with the rows that exist: lanes past those repeat the last one."""
+    q_len = read_int64(a.q_lens + 8 * b)
+    state = tile_state(a, scratch, t)
+    state.valid = max(0, min(state.valid, q_len - first_row))
+    if state.valid:
+        rows = scratch + a.lane_row + t * tile.lanes * 8
+        for lane in range(state.valid, tile.lanes):
+            write_int64(rows + 8 * lane, first_row + state.valid - 1)
+
+
+@device
 def forget_lanes(tile, a, scratch, context, t):
     """Let the lanes past the last row see nothing: they repeat it, and must not count twice."""
     state = tile_state(a, scratch, t)
@@ -377,31 +395,51 @@ def load_tile(tile, a, scratch, context, t):
     dout_rows = scratch + a.dout_rows + t * tile.lanes * a.padded_Dv * size
     pack_rows(tile, context, q, a.q_h, a.q_n, a.q_d, a.D, a.padded_D, a.scale, query_rows)
     pack_rows(tile, context, dout, a.dout_h, a.dout_n, a.dout_d, a.Dv, a.padded_Dv, 1.0, dout_rows)
+    # Row by row, always in this order: the sum must not depend on how dout and out lie in memory.
+    out, row_of_out = a.out + context.batch * a.out_b, scratch + a.out_row
     for lane in range(tile.lanes):
         head, i = read_int64(context.heads + 8 * lane), read_int64(context.rows + 8 * lane)
+        source = out + head * a.out_h + i * a.out_n
+        copy_row(tile, source, a.out_d, a.Dv, a.padded_Dv, 1.0, row_of_out)
+        products = splat(tile, 0.0)
+        for d in range(0, a.padded_Dv, tile.W):
+            x = load(tile, dout_rows + (lane * a.padded_Dv + d) * size)
+            products += x * load(tile, row_of_out + d * size)
+        delta = lane_of(tile, products, 0)
+        for n in range(1, tile.W):
+            delta += lane_of(tile, products, n)
         at = ((context.batch * a.Hq + head) * a.Nq + i) * size
+        if a.dlse:
+            delta -= read(tile, a.dlse + at)
         lse = read(tile, a.lse + at)
         # A row that sees nothing: any number will do.
         write(tile, scratch + a.lse_rows + t * row + lane * size, 0.0 if lse == -np.inf else lse)
-        write(tile, scratch + a.deltas + t * row + lane * size, read(tile, a.delta + at))
+        write(tile, scratch + a.deltas + t * row + lane * size, delta)
+        write(tile, a.delta + at, delta)
+
+
+@device
+def copy_row(tile, source, stride, depth, width, scale, dest):
+    """Copy a row, times a scale, and fill it up with 0 to `width`."""
+    size = tile.itemsize
+    factor = splat(tile, scale)
+    d = 0
+    if stride == size:
+        while d + tile.W <= depth:
+            store(dest + d * size, load(tile, source + d * size) * factor)
+            d += tile.W
+    while d < width:
+        write(tile, dest + d * size, read(tile, source + d * stride) * scale if d < depth else 0.0)
+        d += 1
 
 
 @device
 def pack_rows(tile, context, source, stride_h, stride_n, stride_d, depth, width, scale, dest):
     """Write the rows of a tile's lanes, times a scale, as ``[lanes][width]``, 0 past `depth`."""
-    size = tile.itemsize
-    factor = splat(tile, scale)
     for lane in range(tile.lanes):
         head, i = read_int64(context.heads + 8 * lane), read_int64(context.rows + 8 * lane)
-        at, to = source + head * stride_h + i * stride_n, dest + lane * width * size
-        d = 0
-        if stride_d == size:
-            while d + tile.W <= depth:
-                store(to + d * size, load(tile, at + d * size) * factor)
-                d += tile.W
-        while d < width:
-            write(tile, to + d * size, read(tile, at + d * stride_d) * scale if d < depth else 0.0)
-            d += 1
+        at = source + head * stride_h + i * stride_n
+        copy_row(tile, at, stride_d, depth, width, scale, dest + lane * width * tile.itemsize)
 
 
 @device

@@ -180,6 +180,7 @@ def backward_layout(
         "dq_acc": tiles * columns * lanes * size,
         "lse_rows": tiles * lanes * size,
         "deltas": tiles * lanes * size,
+        "out_row": padded_Dv * size,
         "lane_lo": tiles * lanes * 8,
         "lane_hi": tiles * lanes * 8,
         "lane_head": tiles * lanes * 8,
@@ -217,5 +218,5 @@ def part_keys(kv_len: int, block: int) -> int:
     It follows from the item's own length, not from its padding.
     """
     blocks = -(-kv_len // block)
-    parts = max(1, min(8, kv_len // 256))
+    parts = max(1, min(8, kv_len // 1024))
     return max(1, -(-blocks // parts)) * block
