@@ -401,13 +401,17 @@ def load_tile(tile, a, scratch, context, t):
         head, i = read_int64(context.heads + 8 * lane), read_int64(context.rows + 8 * lane)
         source = out + head * a.out_h + i * a.out_n
         copy_row(tile, source, a.out_d, a.Dv, a.padded_Dv, 1.0, row_of_out)
-        products = splat(tile, 0.0)
+        products, sizes = splat(tile, 0.0), splat(tile, 0.0)
         for d in range(0, a.padded_Dv, tile.W):
-            x = load(tile, dout_rows + (lane * a.padded_Dv + d) * size)
-            products += x * load(tile, row_of_out + d * size)
-        delta = lane_of(tile, products, 0)
-        for n in range(1, tile.W):
+            x = load(tile, row_of_out + d * size)
+            products += load(tile, dout_rows + (lane * a.padded_Dv + d) * size) * x
+            sizes += abs(x)
+        delta, some = 0.0, 0.0
+        for n in range(tile.W):
             delta += lane_of(tile, products, n)
+            some += lane_of(tile, sizes, n)
+        if some == 0.0:  # as where nothing is visible: not even a dout of NaN matters
+            delta = 0.0
         at = ((context.batch * a.Hq + head) * a.Nq + i) * size
         if a.dlse:
             delta -= read(tile, a.dlse + at)
