@@ -138,7 +138,7 @@ def run_checks() -> None:
     """Check a few calls against the reference, and the elementary functions."""
     import numpy as np
     import test_elementary
-    from cases import CASES, check
+    from cases import CASES, check, check_gradients
 
     names = ["odd sizes", "many blocks", "causal, more keys", "window", "mask", "bias, float16"]
     names += ["softcap", "ALiBi", "sinks", "mask_mod", "dropout"]
@@ -149,6 +149,8 @@ def run_checks() -> None:
         poisoned = v.copy()
         poisoned[..., -1, :] = np.nan
         check("cpu", q, k, poisoned, **options)
+        if name in ("odd sizes", "causal, more keys", "softcap"):
+            check_gradients("cpu", q, k, v, **options)
     for dtype in ("float32", "float64"):
         test_elementary.test_special_values(dtype)
         for function in test_elementary.FUNCTIONS:
