@@ -713,23 +713,39 @@ _define_conversion(types.float64)
 
 @typed(np.where)
 def _type_where(condition: Any, x: Any, y: Any) -> Any:
-    if not isinstance(condition, Lanes) or condition.dtype != types.boolean:
+    # An integer is true if it is not 0, and one number decides for all lanes at once. A float is
+    # refused: a score as a condition is a comparison forgotten.
+    kind = condition.dtype if isinstance(condition, Lanes) else condition
+    if not isinstance(kind, types.Boolean | types.Integer):
         return None
+    plain = condition.of(types.boolean) if isinstance(condition, Lanes) else types.boolean
     # With two scalars the condition alone tells the width and the float type.
     branches = [t for t in (x, y) if isinstance(t, Lanes) or not isinstance(t, types.Boolean)]
-    return _common((condition, *branches)) if branches else condition
+    return _common((plain, *branches)) if branches else _common((plain, types.boolean))
 
 
 def _lower_where(context: Any, b: Any, sig: Any, args: Any) -> Any:
-    to = sig.return_type
-    choice = _operand(context, b, args[0], sig.args[0], to.of(types.boolean))
+    to, ty = sig.return_type, sig.args[0]
+    if isinstance(ty, Lanes):
+        found = _is_true(Vector(b, args[0]))
+        truth = ty.of(types.boolean)
+    else:
+        found = _is_true(_operand(context, b, args[0], ty, _one_lane(ty, to)))
+        truth = Lanes(types.boolean, 1, to.real)
+    choice = _operand(context, b, found.value, truth, to.of(types.boolean))
     x, y = (_operand(context, b, args[i], sig.args[i], to) for i in (1, 2))
     return choice.where(x, y).value
 
 
-for _x in (Lanes, types.Number, types.Boolean):
-    for _y in (Lanes, types.Number, types.Boolean):
-        lower_builtin(np.where, Lanes, _x, _y)(_lower_where)
+def _one_lane(ty: Any, like: Lanes) -> Lanes:
+    """Return the type of a scalar as lanes of width 1."""
+    if isinstance(ty, types.Boolean):
+        return Lanes(types.boolean, 1, like.real)
+    return Lanes(types.int64, 1, like.real)
+
+
+for _kinds in kinds_of_operands(3):
+    lower_builtin(np.where, *_kinds)(_lower_where)
 
 
 @typed(operator.not_)
@@ -1499,11 +1515,16 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     several = isinstance(sig.args[1], types.BaseTuple)
     narrow = Lanes(types.int32, to.width, to.real)
     wide = narrow.of(types.int64)
+    # An empty array has no element 0: every offset is 0, and the address that of a zero.
+    empty = ir.Constant(ir.IntType(1), 0)
+    for axis in range(ty.ndim):
+        size = b.extract_value(array.shape, axis)
+        empty = b.or_(empty, b.icmp_signed("==", size, I64(0)))
     offsets = outside = None
     for axis, kind in enumerate(_indices(ty, sig.args[1])):
         value = b.extract_value(args[1], axis) if several else args[1]
         size = b.extract_value(array.shape, axis)
-        stride = b.extract_value(array.strides, axis)
+        stride = b.select(empty, I64(0), b.extract_value(array.strides, axis))
         small = not ty.far and isinstance(kind, Lanes) and kind.dtype == types.int32
         if not ty.far:  # says so to LLVM, which has a cheap product for it
             stride = b.sext(b.trunc(stride, I32), I64)
@@ -1520,13 +1541,7 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     assert offsets is not None
     assert outside is not None
     _note_outside(b, array.outside, outside, ty.real.width)
-    # An empty array has no element 0.
-    empty = ir.Constant(ir.IntType(1), 0)
-    for axis in range(ty.ndim):
-        size = b.extract_value(array.shape, axis)
-        empty = b.or_(empty, b.icmp_signed("==", size, I64(0)))
-    nothing = b.ptrtoint(cgutils.alloca_once_value(b, I64(0)), I64)
-    base = b.select(empty, nothing, array.address)
+    base = b.select(empty, b.ptrtoint(_nothing(b), I64), array.address)
     stored = _STORAGE.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
     x = ir.Constant(ir.VectorType(stored, to.width), ir.Undefined)
     for lane in range(to.width):
@@ -1540,6 +1555,15 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     if element.bitwidth == to.dtype.bitwidth:
         return x
     return (b.sext if element.signed else b.zext)(x, to.llvm)
+
+
+def _nothing(b: Any) -> Any:
+    """Return the address of 8 bytes that are 0, whatever runs."""
+    name = "nattn.nothing"
+    if name not in b.module.globals:
+        zero = cgutils.add_global_variable(b.module, I64, name)
+        zero.initializer, zero.global_constant, zero.linkage = I64(0), True, "private"
+    return b.module.globals[name]
 
 
 def _note_outside(b: Any, place: Any, outside: Vector, width: int) -> None:
