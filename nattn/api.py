@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -12,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from . import forks
 from .masks import Blocks
 from .problem import WRT, Integers, Mod, Problem, Scale, Window, check_flag, check_name
 
@@ -22,13 +22,7 @@ _MODULES = {"auto": "nattn.cpu.launch", "cpu": "nattn.cpu.launch", "reference": 
 _loaded: dict[str, ModuleType] = {}  # a backend is imported when it is first used
 _import_lock = threading.RLock()
 
-if hasattr(os, "register_at_fork"):
-    # A fork in the middle of an import would leave its lock closed in the child for ever.
-    os.register_at_fork(
-        before=_import_lock.acquire,
-        after_in_parent=_import_lock.release,
-        after_in_child=_import_lock.release,
-    )
+forks.guard(_import_lock)  # a fork in the middle of an import would leave it closed in the child
 
 
 def load_backend(name: str) -> ModuleType:

@@ -24,7 +24,7 @@ ROWS = (  # each uses only the rows under it
     {"masks", "mods"},
     {"dual"},
     {"lanes"},
-    {"elementary", "dtypes", "progress", "functions"},
+    {"elementary", "dtypes", "forks", "progress", "functions"},
 )
 HEIGHT = {room: len(ROWS) - i for i, row in enumerate(ROWS) for room in row}
 BACKENDS = {"cpu", "reference", "cuda"}

@@ -35,6 +35,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.sigutils import normalize_signature
 from numba.extending import register_jitable
 
+from ..forks import guard
 from ..functions import code_text
 
 # NumPy's error model: a division by zero gives inf or NaN; a cfunc could not raise anyway.
@@ -47,24 +48,13 @@ device = register_jitable(error_model="numpy")
 inlined = register_jitable(error_model="numpy", forceinline=True)
 """The same for small functions whose arguments must stay in registers."""
 
-_lock = threading.RLock()
+compiling = threading.RLock()
+"""Held while Numba compiles, or sets itself up for it."""
 
 
-def _before_fork() -> None:
-    """Let a fork wait for the compiler: a lock held by a thread that is gone never opens."""
-    _lock.acquire()
-    global_compiler_lock.acquire()
-
-
-def _after_fork() -> None:
-    global_compiler_lock.release()
-    _lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
-    )
+# In the order in which a compiling thread takes them.
+guard(compiling)
+guard(global_compiler_lock)
 
 
 @functools.cache
@@ -229,7 +219,7 @@ class Kernel:
         """Return Numba's compiled function for these constants."""
         found = self._variants.get(constants)
         if found is None:
-            with _lock:
+            with compiling:
                 found = self._variants.get(constants)
                 if found is None:
                     key = repr((self._signature, code_text(self._factory.__code__), constants))
@@ -243,7 +233,7 @@ class Kernel:
 
         It is compiled anew: what lies on disk is machine code alone.
         """
-        with _lock:
+        with compiling:
             compiled = _compile(self._signature, self._factory(*constants), None)
         text: str = compiled._library.get_asm_str()
         return text

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from numba.core.registry import cpu_target
 
 from ..lanes import Tile
+from .jit import compiling
 
 STATE_BYTES = 96
 CONTEXT_BYTES = 128
@@ -50,7 +51,8 @@ class Cpu:
 @functools.cache
 def cpu() -> Cpu:
     """Describe the processor that Numba compiles for (which NUMBA_CPU_FEATURES may change)."""
-    triple, name, features = cpu_target.target_context.codegen().magic_tuple()
+    with compiling:  # the first time, Numba imports half of itself here: a fork has to wait
+        triple, name, features = cpu_target.target_context.codegen().magic_tuple()
     have = frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
     if "avx512f" in have:
         return Cpu(name, have, 64, 32, True)
