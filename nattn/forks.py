@@ -35,8 +35,11 @@ def _before() -> None:
 
 
 def _after() -> None:
-    while _held:
-        _held.pop().release()
+    # The first one taken is released last: until then no other fork can have set `_held`.
+    held = _held.copy()
+    _held.clear()
+    for lock in reversed(held):
+        lock.release()
 
 
 if hasattr(os, "register_at_fork"):

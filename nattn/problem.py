@@ -574,13 +574,8 @@ def _finite(name: str, value: Any, expected: str) -> float:
     raise ValueError(f"{name}: expected {expected}, got {_show(value)}")
 
 
-def _name(dtype: np.dtype) -> str:
-    """Return the name of a compute dtype; NumPy takes ten microseconds for it."""
-    return "float32" if dtype.itemsize == 4 else "float64"
-
-
 def _scale(value: Any, dtype: np.dtype) -> float:
-    expected = f"a number that is finite in {_name(dtype)}"
+    expected = f"a number that is finite in {dtypes.compute_name(dtype)}"
     exact = _finite("scale", value, expected)
     try:
         return dtypes.round_to(exact, dtype)
@@ -590,7 +585,7 @@ def _scale(value: Any, dtype: np.dtype) -> float:
 
 def _softcap(value: Any, dtype: np.dtype) -> float | None:
     """Return a positive number of the compute dtype; None if it is off."""
-    name = _name(dtype)
+    name = dtypes.compute_name(dtype)
     expected = f"None, 0 or a positive number that is finite and not 0 or subnormal in {name}"
     exact = _finite("softcap", value, expected)
     if exact == 0.0:

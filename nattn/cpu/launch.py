@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dtypes import compute_name
 from ..lanes import Tile
 from ..problem import Problem
 from . import backward as back
@@ -19,7 +20,7 @@ from . import score, threads, tiles
 from .classify import classify
 from .forward import ARGS, forward_worker
 
-__all__ = ["classify", "forward"]
+__all__ = ["backward", "classify", "forward"]
 
 TINY = 5e6
 """Below this the calling thread is done before another one would have begun."""
@@ -119,7 +120,7 @@ def forward(
     if p.Nk == 0:
         _without_keys(p, out, lse)
         return
-    dtype = "float32" if p.dtype.itemsize == 4 else "float64"
+    dtype = compute_name(p.dtype)
     # The softmax and each tile function are work, too: some operations for every score.
     operands = (p.bias is not None) + (p.mask is not None)
     extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
@@ -286,7 +287,7 @@ def backward(
         ``(B, Hq)``.
     """
     p = problem
-    dtype = "float32" if p.dtype.itemsize == 4 else "float64"
+    dtype = compute_name(p.dtype)
     found: dict[str, NDArray[Any]] = {}
     # Of a row that sees nothing, out is 0; the kernel writes the others.
     delta = np.zeros(lse.shape, p.dtype) if dlse is None else -dlse
@@ -299,9 +300,8 @@ def backward(
     at_once = max(1, min(TILES_AT_ONCE, n_tiles))
     groups = -(-n_tiles // at_once)
     layout = tiles.backward_layout(tile, wide, block, at_once, p.D, p.Dv, back.AREAS)
-    step = wide.W * wide.MV
     padded_Nk = -(-p.Nk // 16) * 16
-    padded_D, padded_Dv = -(-p.D // step) * step, -(-p.Dv // step) * step
+    padded_D, padded_Dv = tiles.padded(p.D, wide), tiles.padded(p.Dv, wide)
 
     def made(name: str, *shape: int) -> NDArray[Any] | None:
         return np.zeros(shape, p.dtype) if name in wrt else None
@@ -325,20 +325,23 @@ def backward(
             # Items that add to the same elements run one after the other.
             one_by_one = shape[0] < p.B or shape[1] < p.Hq
     distance_sum = made("alibi_slopes", parts, p.B, p.Hq, p.Nq)
-    share = parts * p.group * p.Nq * p.D * p.dtype.itemsize
-    at_a_time = 1 if one_by_one else max(1, MOST_SHARES // max(share, 1))
-    if dq is None or parts == 1:
-        at_a_time = 1 if one_by_one else max(items, 1)
+    # How many key heads run together: as many as their shares leave room for.
+    at_a_time = max(items, 1)
+    if dq is not None and parts > 1:
+        at_a_time = max(1, MOST_SHARES // (parts * p.group * p.Nq * p.D * dq.itemsize or 1))
+    if one_by_one:
+        at_a_time = 1
     bound = _tile_functions(p, tile, packed=False, derive=True)
     left, right = p.window
     pairs = float(p.group * p.Nq) * p.Nk * (10 * (p.D + p.Dv) + 100)
     worker = back.backward_worker(tile, wide)
     for first in range(0, items if p.Hq * p.Nq * p.Nk else 0, at_a_time):
         count = min(at_a_time, items - first)
-        shares = None
+        own = shares = None
         if dq is not None:
-            shape = (parts, count, p.group, p.Nq, p.D)
-            shares = np.zeros(shape, p.dtype)
+            own = dq.reshape(items, p.group, p.Nq, p.D)[first : first + count]
+            # A single share is the gradient itself.
+            shares = own[None] if parts == 1 else np.zeros((parts, *own.shape), p.dtype)
         n_tasks = count * parts
         flops = count * pairs
         workers = min(1 if flops < TINY else threads.thread_count(), n_tasks)
@@ -367,35 +370,21 @@ def backward(
             *(layout[name] for name in back.AREAS),
             *(p.scale, 1.0 - p.dropout_p),
         )
-        keep = (
-            p,
-            part_keys,
-            dout,
-            lse,
-            delta,
-            shares,
-            dk,
-            dv,
-            dbias,
-            row_sum,
-            distance_sum,
-            scratch,
-        )
+        keep = (p, dout, out, lse, dlse, delta, part_keys, shares, dk, dv, dbias, row_sum)
         threads.run(
             worker,
             args,
             control,
             workers,
             flops,
-            keep=(keep, scratch, control, bound),
+            keep=(*keep, distance_sum, scratch, control, bound),
             progress=progress,
         )
         _scratch.give_back(scratch)
         score.raise_outside(bound.names, threads.troubles(control))
-        if dq is not None and shares is not None:
-            flat = dq.reshape(items, p.group, p.Nq, p.D)[first : first + count]
+        if own is not None and shares is not None and parts > 1:
             with np.errstate(all="ignore"):
-                np.add.reduce(shares, axis=0, out=flat)
+                np.add.reduce(shares, axis=0, out=own)
     if dq is not None:
         found["q"] = dq
     if dk is not None:

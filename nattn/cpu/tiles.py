@@ -95,45 +95,56 @@ def block_kv(dtype: str, D: int) -> int:
     return min(by_scores, by_keys, 256) // 64 * 64
 
 
-def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[str, int]:
-    """Return the byte offset of each of a task's scratch areas, and their size as "end".
+def _offsets(order: tuple[str, ...], sizes: dict[str, int]) -> dict[str, int]:
+    """Return the byte offset of each area, on a cache line, and where they end as "end"."""
+    layout, at = {}, 0
+    for name in order:
+        layout[name] = at
+        at += -(-sizes[name] // 64) * 64
+    layout["end"] = at
+    return layout
 
-    Each area starts on a cache line. Per tile of the task: queries ``[D][lanes]``, accumulators
-    ``[Dv][lanes]``, running maxima and sums ``[lanes]``, first and last visible key, head and
-    query row ``[lanes]``, rows of a block mask, state. Shared by the tiles: scores and marks
-    ``[block][lanes]``, packed keys and values of the block, one value for each lane, and what
-    tile functions get.
+
+def _common_areas(tile: Tile, tiles: int) -> dict[str, int]:
+    """Return the sizes of the areas that every pass over the keys needs.
+
+    For each tile: first and last visible key, head and query row ``[lanes]``, rows of a block mask,
+    state. For all: one value for each lane, and what tile functions get.
     """
-    size, lanes = tile.itemsize, tile.lanes
-    columns = -(-Dv // tile.NR) * tile.NR
-    areas = {
-        "queries": tiles * D * lanes * size,
-        "acc": tiles * columns * lanes * size,
-        "row_max": tiles * lanes * size,
-        "row_sum": tiles * lanes * size,
-        "lane_lo": tiles * lanes * 8,
-        "lane_hi": tiles * lanes * 8,
-        "lane_head": tiles * lanes * 8,
-        "lane_row": tiles * lanes * 8,
-        "block_rows": tiles * lanes * 8,
+    lanes, size = tile.lanes, tile.itemsize
+    per_lane = ("lane_lo", "lane_hi", "lane_head", "lane_row", "block_rows")
+    return {
+        **dict.fromkeys(per_lane, tiles * lanes * 8),
         "states": tiles * STATE_BYTES,
-        "scores": block * lanes * size,
-        "marks": block * lanes * size,
-        "keys": block * D * size,
-        "values": block * columns * size,
-        "alpha": lanes * size,
         "top": lanes * size,
         "bounds": 2 * lanes * 4,
         "table": lanes * 8,
         "context": CONTEXT_BYTES,
         "temp": tile.W * tile.W * size,
     }
-    layout, at = {}, 0
-    for name in AREAS:
-        layout[name] = at
-        at += -(-areas[name] // 64) * 64
-    layout["end"] = at
-    return layout
+
+
+def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[str, int]:
+    """Return the byte offset of each of a task's scratch areas, and their size as "end".
+
+    Beside `_common_areas`, per tile of the task: queries ``[D][lanes]``, accumulators
+    ``[Dv][lanes]``, running maxima and sums ``[lanes]``. Shared by the tiles: scores and marks
+    ``[block][lanes]``, packed keys and values of the block, a factor for each lane.
+    """
+    size, lanes = tile.itemsize, tile.lanes
+    columns = -(-Dv // tile.NR) * tile.NR
+    sizes = _common_areas(tile, tiles) | {
+        "queries": tiles * D * lanes * size,
+        "acc": tiles * columns * lanes * size,
+        "row_max": tiles * lanes * size,
+        "row_sum": tiles * lanes * size,
+        "scores": block * lanes * size,
+        "marks": block * lanes * size,
+        "keys": block * D * size,
+        "values": block * columns * size,
+        "alpha": lanes * size,
+    }
+    return _offsets(AREAS, sizes)
 
 
 def tiles_per_task(
@@ -165,53 +176,35 @@ def backward_block(dtype: str, D: int, Dv: int) -> int:
     return max(64, min(128, 128 * 1024 // (2 * (D + Dv) * size) // 64 * 64))
 
 
+def padded(depth: int, wide: Tile) -> int:
+    """Return a head dimension, completed to whole widths of a register tile."""
+    return -(-depth // wide.lanes) * wide.lanes
+
+
 def backward_layout(
     tile: Tile, wide: Tile, block: int, tiles: int, D: int, Dv: int, areas: tuple[str, ...]
 ) -> dict[str, int]:
     """Return the byte offset of each area of `backward.AREAS`, and their size as "end"."""
     size, lanes = tile.itemsize, tile.lanes
-    step = wide.W * wide.MV
     columns = -(-D // tile.NR) * tile.NR
-    padded_D, padded_Dv = -(-D // step) * step, -(-Dv // step) * step
     rows = block + tile.NR
-    bytes_of = {
+    sizes = _common_areas(tile, tiles) | {
         "queries": tiles * D * lanes * size,
         "douts": tiles * Dv * lanes * size,
-        "query_rows": tiles * lanes * padded_D * size,
-        "dout_rows": tiles * lanes * padded_Dv * size,
+        "query_rows": tiles * lanes * padded(D, wide) * size,
+        "dout_rows": tiles * lanes * padded(Dv, wide) * size,
+        "out_row": padded(Dv, wide) * size,
         "dq_acc": tiles * columns * lanes * size,
-        "lse_rows": tiles * lanes * size,
-        "deltas": tiles * lanes * size,
-        "out_row": padded_Dv * size,
-        "lane_lo": tiles * lanes * 8,
-        "lane_hi": tiles * lanes * 8,
-        "lane_head": tiles * lanes * 8,
-        "lane_row": tiles * lanes * 8,
-        "block_rows": tiles * lanes * 8,
-        "states": tiles * STATE_BYTES,
-        "probs": tiles * rows * lanes * size,
-        "dscores": tiles * rows * lanes * size,
-        "derivs": rows * lanes * size,
-        "plain": rows * lanes * size,
-        "marks": rows * lanes * size,
-        "row_sums": tiles * lanes * size,
-        "distance_sums": tiles * lanes * size,
+        **dict.fromkeys(("lse_rows", "deltas"), tiles * lanes * size),
+        **dict.fromkeys(("row_sums", "distance_sums"), tiles * lanes * size),
+        **dict.fromkeys(("probs", "dscores"), tiles * rows * lanes * size),
+        **dict.fromkeys(("derivs", "plain", "marks"), rows * lanes * size),
         "keys": rows * D * size,
         "values": rows * Dv * size,
         "panels": rows * columns * size,
         "ones": lanes * size,
-        "top": lanes * size,
-        "bounds": 2 * lanes * 4,
-        "table": lanes * 8,
-        "context": CONTEXT_BYTES,
-        "temp": tile.W * tile.W * size,
     }
-    layout, at = {}, 0
-    for name in areas:
-        layout[name] = at
-        at += -(-bytes_of[name] // 64) * 64
-    layout["end"] = at
-    return layout
+    return _offsets(areas, sizes)
 
 
 def part_keys(kv_len: int, block: int) -> int:
