@@ -250,6 +250,7 @@ def test_d6_the_gradient_of_softcap(backend: str) -> None:
     close = functools.partial(np.testing.assert_allclose, rtol=1e-13, atol=1e-16)
     close(np.ravel(got.dbias), [-ds, ds, 0.0])  # the factor is not on dbias
     close(np.ravel(got.dk), [-ds, 0.0, 0.0])
+    assert np.ravel(got.dk)[2] == np.ravel(got.dbias)[2] == np.ravel(got.dv)[2] == 0.0  # hidden
     close(np.ravel(got.dq), [0.0])
     close(np.ravel(got.dv), [*p, 0.0])
 

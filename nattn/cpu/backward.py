@@ -111,7 +111,11 @@ ARGS = Struct(
 
 @kernel("void(int64, int64)")
 def backward_worker(tile, wide):
-    """Run tasks until there are none left; `wide` is the register tile over the head dimension."""
+    """Run tasks until there are none left; `wide` is the register tile over the head dimension.
+
+    Flat, as `forward_worker` is and for the same reason: to share their steps beyond the leaves cost
+    each half a second of compile time, and the forward pass one percent.
+    """
     nr, size, row = tile.NR, tile.itemsize, tile.lanes * tile.itemsize
 
     def worker(slot, args):
