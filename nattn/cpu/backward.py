@@ -113,8 +113,8 @@ ARGS = Struct(
 def backward_worker(tile, wide):
     """Run tasks until there are none left; `wide` is the register tile over the head dimension.
 
-    Flat, as `forward_worker` is and for the same reason: to share their steps beyond the leaves cost
-    each half a second of compile time, and the forward pass one percent.
+    Flat, as `forward_worker` is and for the same reason: to share their steps beyond the leaves
+    costs each half a second of compile time, and the forward pass one percent.
     """
     nr, size, row = tile.NR, tile.itemsize, tile.lanes * tile.itemsize
 
