@@ -61,9 +61,12 @@ class Progress:
             self._stream.flush()
 
     def _draw(self, text: str) -> None:
+        padded = text.ljust(self._drawn)
+        # Before it is seen: Ctrl-C may come as soon as it is, and must find that it has to go.
+        self._drawn = len(padded)
         try:
-            self._stream.write("\r" + text.ljust(self._drawn))
+            self._stream.write("\r" + padded)
         except UnicodeEncodeError:  # a terminal without the characters of the bar
-            self._stream.write("\r" + text.encode("ascii", "replace").decode().ljust(self._drawn))
+            self._stream.write("\r" + padded.encode("ascii", "replace").decode())
         self._stream.flush()
         self._drawn = len(text)

@@ -80,6 +80,31 @@ def test_clears_the_line_when_the_job_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert stream.getvalue().endswith("\r")
 
 
+def test_clears_the_line_when_interrupted_while_it_is_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupting(Terminal):
+        def flush(self) -> None:  # the line is there now: the moment to press Ctrl-C
+            if "%" in self.getvalue() and not self.pressed:
+                self.pressed = True
+                raise KeyboardInterrupt
+
+        pressed = False
+
+    clock, stream = Clock(monkeypatch), Interrupting()
+
+    def job() -> None:
+        with Progress("work", after=0.0, stream=stream) as progress:
+            clock.now += 5
+            progress(0.1)
+
+    with pytest.raises(KeyboardInterrupt):
+        job()
+    line = stream.getvalue()
+    assert line.endswith("\r")
+    assert not line.split("\r")[-2].strip()
+
+
 def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = Clock(monkeypatch), AsciiTerminal()
     progress = Progress("work", after=0.0, stream=stream)
