@@ -212,6 +212,7 @@ def _info(options: argparse.Namespace) -> int:
         "numpy": numpy.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "processors": processors(),
+        "gpu": _gpu(),
     } | dict(cpu.info())
     if options.json:
         print(json.dumps(facts, indent=1, default=str))
@@ -220,6 +221,30 @@ def _info(options: argparse.Namespace) -> int:
         for i, text in enumerate(_texts(value)):
             print(f"{'' if i else name:18} {text}")
     return 0
+
+
+def _gpu() -> str:
+    """Say what the cuda backend would run on, or what it lacks."""
+    from importlib import metadata
+
+    try:
+        version = metadata.version("numba-cuda")  # importing it takes longer
+    except metadata.PackageNotFoundError:
+        return "none: numba-cuda is not installed"
+    from .api import load_backend
+
+    try:
+        load_backend("cuda")
+    except RuntimeError as error:
+        return f"none: numba-cuda {version}; {str(error).removeprefix('backend: ')}"
+    from numba import config, cuda
+
+    if config.ENABLE_CUDASIM:
+        return f"simulated: numba-cuda {version}"
+    device = cuda.get_current_device()
+    name = device.name.decode() if isinstance(device.name, bytes) else device.name
+    capability = ".".join(map(str, device.compute_capability))
+    return f"{name}, compute capability {capability}, numba-cuda {version}"
 
 
 def _texts(value: Any) -> list[str]:

@@ -8,17 +8,23 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import forks
+from .device_arrays import CudaArray
+from .dtypes import FLOAT32, FLOAT64, storage_name
 from .masks import Blocks
-from .problem import WRT, Integers, Mod, Problem, Scale, Window, check_flag, check_name
+from .problem import WRT, Array, Integers, Mod, Problem, Scale, Window, check_flag, check_name
 
 Progress = Callable[[float], object]
 
 
-_MODULES = {"auto": "nattn.cpu.launch", "cpu": "nattn.cpu.launch", "reference": "nattn.reference"}
+_MODULES = {
+    "auto": "nattn.cpu.launch",
+    "cpu": "nattn.cpu.launch",
+    "cuda": "nattn.cuda.launch",
+    "reference": "nattn.reference",
+}
 _loaded: dict[str, ModuleType] = {}  # a backend is imported when it is first used
 _import_lock = threading.RLock()
 
@@ -26,17 +32,96 @@ forks.guard(_import_lock)  # a fork in the middle of an import would leave it cl
 
 
 def load_backend(name: str) -> ModuleType:
-    """Return the module of a backend: its door, with a function for each of what it does."""
+    """Return the module of a backend: its door, with a function for each of what it does.
+
+    Raises
+    ------
+    RuntimeError
+        If what the cuda backend is made with, or a GPU, is missing.
+    """
     found = _loaded.get(name) if type(name) is str else None
     if found is None:
         check_name("backend", name, ("auto", "cpu", "reference", "cuda"))
-        if name == "cuda":
-            raise NotImplementedError(
-                "backend: expected 'auto', 'cpu' or 'reference', got 'cuda', which is not built yet"
-            )
         with _import_lock:
-            found = _loaded[name] = importlib.import_module(_MODULES[name])
+            try:
+                found = _loaded[name] = importlib.import_module(_MODULES[name])
+            except ImportError as error:
+                if name != "cuda" or (error.name or "").split(".")[0] == __package__:
+                    raise
+                raise RuntimeError(
+                    "backend: expected numba-cuda for 'cuda', got none that can be imported "
+                    f'({error}); install it with pip install "nattn[cuda13]" or "nattn[cuda12]", '
+                    "by the version of CUDA that the driver knows"
+                ) from error
+    if name == "cuda":
+        found.check_usable()
     return found
+
+
+def _backend_for(problem: Problem, name: str) -> ModuleType:
+    """Return the module of the backend that a call asks for, if it can do all of the call.
+
+    Raises
+    ------
+    TypeError
+        If the arrays are on a GPU and the backend is another.
+    NotImplementedError
+        For what the backend cannot do yet, with every reason.
+    """
+    if problem.kind is not None and type(name) is str:
+        check_name("backend", name, ("auto", "cpu", "reference", "cuda"))
+        if name not in ("auto", "cuda"):
+            raise TypeError(
+                f"backend: expected 'auto' or 'cuda' for arrays on a GPU, got {name!r}; copy them "
+                "to host memory for it"
+            )
+        name = "cuda"
+    module = load_backend(name)
+    if name in ("auto", "cpu"):
+        storage = problem.storage
+        if problem.given or not (storage == "float32" or storage == "float64"):
+            _check_cpu(problem)
+    return module
+
+
+def _check_cpu(problem: Problem) -> None:
+    """Raise if there are numbers that the cpu backend does not read."""
+    wrong = [] if problem.dtype in (FLOAT32, FLOAT64) else [("q, k, v", problem.storage)]
+    expected = {"q, k, v": "dtype float32 or float64", "bias": "dtype float16, float32 or float64"}
+    for name, (_, dtype) in problem.given.items():
+        if storage_name(dtype) == "bfloat16":
+            wrong.append((name, "bfloat16"))
+    if wrong:
+        other = "dtype float16, float32, float64 or integers"
+        raise NotImplementedError(
+            "; ".join(
+                f"{name}: expected {expected.get(name, other)} on the cpu backend, got {dtype}"
+                for name, dtype in wrong
+            )
+            + "; convert with .astype(np.float32), or pass backend='cuda' or 'reference'"
+        )
+
+
+class Arguments(TypedDict, total=False):
+    """What `attention` is called with beside q, k and v, and what a gradient depends on."""
+
+    causal: bool
+    q_offset: Integers | None
+    window_size: Window | None
+    mask: Array | None
+    bias: Array | None
+    scale: Scale | None
+    softcap: Scale | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    block_mask: Blocks | None
+    q_lens: Integers | None
+    kv_lens: Integers | None
+    dropout_p: float
+    seed: int | None
+    layout: str
 
 
 @overload
@@ -48,12 +133,12 @@ def attention(
     causal: bool = ...,
     q_offset: Integers | None = ...,
     window_size: Window | None = ...,
-    mask: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
     scale: Scale | None = ...,
     softcap: Scale | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
+    alibi_slopes: Array | None = ...,
+    sinks: Array | None = ...,
     score_mod: Mod | None = ...,
     mask_mod: Mod | None = ...,
     block_mask: Blocks | None = ...,
@@ -77,12 +162,12 @@ def attention(
     causal: bool = ...,
     q_offset: Integers | None = ...,
     window_size: Window | None = ...,
-    mask: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
     scale: Scale | None = ...,
     softcap: Scale | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
+    alibi_slopes: Array | None = ...,
+    sinks: Array | None = ...,
     score_mod: Mod | None = ...,
     mask_mod: Mod | None = ...,
     block_mask: Blocks | None = ...,
@@ -106,12 +191,12 @@ def attention(
     causal: bool = ...,
     q_offset: Integers | None = ...,
     window_size: Window | None = ...,
-    mask: ArrayLike | None = ...,
-    bias: ArrayLike | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
     scale: Scale | None = ...,
     softcap: Scale | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
+    alibi_slopes: Array | None = ...,
+    sinks: Array | None = ...,
     score_mod: Mod | None = ...,
     mask_mod: Mod | None = ...,
     block_mask: Blocks | None = ...,
@@ -126,20 +211,33 @@ def attention(
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
 
 
+@overload
 def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
+    q: CudaArray,
+    k: CudaArray,
+    v: CudaArray,
+    *,
+    return_lse: bool = ...,
+    out: CudaArray | None = ...,
+    backend: str = ...,
+    **args: Unpack[Arguments],
+) -> Any: ...
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
     q_offset: Integers | None = None,
     window_size: Window | None = None,
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
     scale: Scale | None = None,
     softcap: Scale | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     block_mask: Blocks | None = None,
@@ -149,9 +247,9 @@ def attention(
     seed: int | None = None,
     layout: str = "bhnd",
     return_lse: bool = False,
-    out: NDArray[Any] | None = None,
+    out: NDArray[Any] | CudaArray | None = None,
     backend: str = "auto",
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
+) -> Any:
     """Exact scaled dot-product attention, in memory that grows linearly with the input.
 
     For each batch item `b` and query head `h`, with ``pos = i + q_offset``::
@@ -169,8 +267,10 @@ def attention(
     Parameters
     ----------
     q : array_like
-        Queries, ``(N, D)``, ``(H, N, D)`` or ``(B, H, N, D)``, float32 or float64. Any strides
-        will do, also of read-only and unaligned arrays; nothing is copied but big-endian input.
+        Queries, ``(N, D)``, ``(H, N, D)`` or ``(B, H, N, D)``, float32 or float64; on a GPU and
+        for "reference" float16 and bfloat16 (that of `ml_dtypes` in NumPy), too. Any strides will
+        do, also of read-only and unaligned arrays; nothing is copied but big-endian input. See
+        Notes for arrays on a GPU.
     k, v : array_like
         Keys and values, of q's dtype and number of axes, and ``(..., Nk, D)`` and
         ``(..., Nk, Dv)`` in shape. They may have fewer heads: ``Hq % Hkv == 0``, and query head
@@ -188,19 +288,20 @@ def attention(
         True where a key is visible; broadcast to ``(B, Hq, Nq, Nk)`` by NumPy's rule (in both
         layouts), without being materialised.
     bias : array_like, optional
-        Added to the scores; float16, float32 or float64, rounded to q's dtype as it is read;
-        broadcast like `mask`. -inf hides the key, whatever its score, and so does a value that
-        q's dtype rounds to -inf.
+        Added to the scores; float16, float32 or float64, rounded to the compute dtype as it is
+        read; bfloat16 where q may be; broadcast like `mask`. -inf hides the key, whatever its
+        score, and so does a value that is rounded to -inf. The compute dtype is float64 for q of
+        float64, else float32.
     scale : float, optional
-        Factor of the scores, ``1 / sqrt(D)`` by default; rounded to q's dtype.
+        Factor of the scores, ``1 / sqrt(D)`` by default; rounded to the compute dtype.
     softcap : float, optional
-        Bound of the scores, smoothly approached; rounded to q's dtype. None and 0 are off.
+        Bound of the scores, smoothly approached; rounded to the compute dtype. None and 0 are off.
     alibi_slopes : (Hq,) or (B, Hq) array_like, optional
         For each head how much a score falls with every position between query and key; float16,
         float32, float64 or integers, finite. `nattn.alibi_slopes` makes those of the paper.
     sinks : (Hq,) array_like, optional
         For each head one more score in the softmax, with no key and no value; of the same dtypes,
-        rounded to q's dtype. -inf is none; NaN and inf make all rows of the head NaN.
+        rounded to the compute dtype. -inf is none; NaN and inf make all rows of the head NaN.
     score_mod : callable, optional
         ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score: a plain Python function in
         NumPy's style, of the batch item, the query head, the position ``pos`` of the query and the
@@ -227,20 +328,21 @@ def attention(
         Return `lse` too.
     out : ndarray, optional
         Array to write to: shape and dtype of the result, any strides, in memory that it shares
-        with no input.
-    backend : {"auto", "cpu", "reference"}, default "auto"
-        "auto" follows the type of the arrays; NumPy arrays go to "cpu". "reference" is the dense
-        float64 computation that defines the result.
+        with no input; on a GPU if q is.
+    backend : {"auto", "cpu", "cuda", "reference"}, default "auto"
+        "auto" follows the type of the arrays: those on a GPU go to "cuda", all others to "cpu".
+        "cuda" with arrays in host memory copies them to the GPU and the results back. "reference"
+        is the dense float64 computation that defines the result.
 
     Returns
     -------
     out : ndarray
         Like q with the last axis ``Dv``, in q's dtype and native byte order. A row that sees no
-        key is 0.
+        key is 0. On a GPU an array of the kind of q.
     lse : ndarray, only with ``return_lse=True``
         Natural logarithm of the sum of the exponentials of the visible scores and the sink,
-        ``(B, Hq, Nq)`` in both layouts (``(Hq, Nq)`` and ``(Nq,)`` for lower ranks), in q's dtype.
-        A row that sees no key has -inf, or its sink.
+        ``(B, Hq, Nq)`` in both layouts (``(Hq, Nq)`` and ``(Nq,)`` for lower ranks), in the
+        compute dtype. A row that sees no key has -inf, or its sink.
 
     Raises
     ------
@@ -251,10 +353,22 @@ def attention(
         If a score_mod or mask_mod indexes a bound array out of range, at a pair that causal,
         window, lengths and mask leave visible. `out` is then undefined. Negative indices wrap.
     NotImplementedError
-        For legal input that no backend handles yet: float16, bfloat16 and arrays on a GPU.
+        For legal input that the backend does not handle yet, with every reason: float16 and
+        bfloat16 on "cpu".
+    RuntimeError
+        If "cuda" lacks numba-cuda or a GPU; the text says what is missing.
 
     Notes
     -----
+    Arrays on a GPU are tensors of torch (with a gradient, too, which is not recorded), arrays of
+    CuPy and Numba, all that have ``__cuda_array_interface__`` and, with the package cuda-core, all
+    that have DLPack. They are read where they lie, and the results are made by torch or CuPy, on
+    q's device, if it is theirs, otherwise by Numba. Work goes to the current stream of torch or
+    CuPy, otherwise to the stream that q names or the default one. q, k, v, mask, bias and out lie
+    together, on one GPU or in host memory. Arrays that a function is bound to may lie with them or
+    in host memory; slopes, sinks, lengths and offsets are small, may lie anywhere, and are copied
+    to the host to be checked.
+
     NaN and Inf in a hidden key, value, bias or mask slot change nothing; a visible NaN reaches
     exactly the rows that see it, and a visible score of +inf makes its row NaN. A score of -inf
     hides its key. A value whose probability is dropped is not read. Equal input gives equal bits,
@@ -302,7 +416,7 @@ def attention(
     >>> bool(np.allclose(out[:, 3, 30], v[:, 0, 30]))  # the first row of the second document
     True
     """
-    result: NDArray[Any] | tuple[NDArray[Any], NDArray[Any]] = _attend(
+    return _attend(
         q,
         k,
         v,
@@ -327,7 +441,6 @@ def attention(
         out=out,
         backend=backend,
     )
-    return result
 
 
 def _attend(
@@ -353,7 +466,7 @@ def _attend(
     seed: int | None = None,
     layout: str = "bhnd",
     return_lse: bool = False,
-    out: NDArray[Any] | None = None,
+    out: Any = None,
     backend: str = "auto",
     progress: Progress | None = None,
 ) -> Any:
@@ -383,19 +496,17 @@ def _attend(
     )
     return_lse = check_flag("return_lse", return_lse)
     out, lse = _forward(problem, out, backend, progress)
-    return (out, problem.as_given(lse)) if return_lse else out
+    return (out, lse) if return_lse else out
 
 
 def _forward(
-    problem: Problem, out: NDArray[Any] | None, backend: str, progress: Progress | None
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return `out`, which is made if there is none, and ``(B, Hq, Nq)`` lse."""
-    forward = load_backend(backend).forward
-    if out is None:
-        out = np.empty(problem.out_shape, problem.dtype)
-    lse = np.empty((problem.B, problem.Hq, problem.Nq), problem.dtype)
-    forward(problem, problem.as_bhnd(out), lse, progress=progress)
-    return out, lse
+    problem: Problem, out: Any, backend: str, progress: Progress | None
+) -> tuple[Any, Any]:
+    """Return `out`, which is made if there is none, and lse, in the caller's rank and kind."""
+    forward = _backend_for(problem, backend).forward
+    new_out, lse = problem.new_results(out)
+    forward(problem, problem.as_bhnd(new_out), problem.as_bhn(lse), progress=progress)
+    return new_out, lse
 
 
 # Gradients
@@ -404,58 +515,37 @@ def _forward(
 class Gradients(NamedTuple):
     """Gradients of a loss; None for what was not asked for.
 
-    Each has the shape of the argument that it is named after, and its dtype in native byte order.
+    Each has the shape of the argument that it is named after, and its dtype in native byte order;
+    it is a NumPy array, or of the kind of q on a GPU.
     """
 
-    dq: NDArray[Any] | None
-    dk: NDArray[Any] | None
-    dv: NDArray[Any] | None
-    dbias: NDArray[Any] | None
-    dsinks: NDArray[Any] | None
-    dalibi_slopes: NDArray[Any] | None
-
-
-class Arguments(TypedDict, total=False):
-    """What `attention` is called with beside q, k and v, and what a gradient depends on."""
-
-    causal: bool
-    q_offset: Integers | None
-    window_size: Window | None
-    mask: ArrayLike | None
-    bias: ArrayLike | None
-    scale: Scale | None
-    softcap: Scale | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
-    score_mod: Mod | None
-    mask_mod: Mod | None
-    block_mask: Blocks | None
-    q_lens: Integers | None
-    kv_lens: Integers | None
-    dropout_p: float
-    seed: int | None
-    layout: str
+    dq: NDArray[Any] | Any | None
+    dk: NDArray[Any] | Any | None
+    dv: NDArray[Any] | Any | None
+    dbias: NDArray[Any] | Any | None
+    dsinks: NDArray[Any] | Any | None
+    dalibi_slopes: NDArray[Any] | Any | None
 
 
 def attention_backward(
-    dout: ArrayLike,
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    out: ArrayLike,
-    lse: ArrayLike,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
     *,
-    dlse: ArrayLike | None = None,
+    dlse: Array | None = None,
     wrt: tuple[str, ...] | list[str] = ("q", "k", "v"),
     causal: bool = False,
     q_offset: Integers | None = None,
     window_size: Window | None = None,
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
     scale: Scale | None = None,
     softcap: Scale | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     block_mask: Blocks | None = None,
@@ -510,8 +600,9 @@ def attention_backward(
     -------
     Gradients
         Named tuple ``(dq, dk, dv, dbias, dsinks, dalibi_slopes)``, None for what is not in `wrt`.
-        Each has the shape of its argument, in its layout (where that is "bnhd", as a view of a
-        head-major array), and its dtype; that of integer slopes or sinks has the dtype of q.
+        Each has the shape of its argument, in its layout (where that is "bnhd", in host memory, as
+        a view of a head-major array), and its dtype; that of integer slopes or sinks has the
+        compute dtype. On a GPU they are arrays of the kind of q.
 
     Raises
     ------
@@ -521,8 +612,8 @@ def attention_backward(
         they give the gradient of something else.
     IndexError
         If a score_mod or mask_mod indexes a bound array out of range where a pair is visible.
-    NotImplementedError
-        For legal input that no backend handles yet, as in `attention`.
+    NotImplementedError, RuntimeError
+        For legal input that the backend does not handle yet, and without a GPU, as in `attention`.
 
     Notes
     -----
@@ -593,12 +684,12 @@ def attention_backward(
 
 
 def attention_vjp(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     return_lse: bool = False,
-    out: NDArray[Any] | None = None,
+    out: NDArray[Any] | CudaArray | None = None,
     backend: str = "auto",
     **args: Unpack[Arguments],
 ) -> tuple[Any, Callable[..., Gradients]]:
@@ -619,7 +710,7 @@ def attention_vjp(
 
     Raises
     ------
-    ValueError, TypeError, IndexError, NotImplementedError
+    ValueError, TypeError, IndexError, NotImplementedError, RuntimeError
         As `attention` does, and `vjp` as `attention_backward` does.
 
     Notes
@@ -644,12 +735,11 @@ def attention_vjp(
         raise TypeError(f"expected arguments of nattn.attention, got {min(unknown)!r}")
     problem = Problem.build(q, k, v, out=out, **args)
     return_lse = check_flag("return_lse", return_lse)
-    result, rows = _forward(problem, out, backend, None)
-    lse = problem.as_given(rows)
+    result, lse = _forward(problem, out, backend, None)
 
     def vjp(
-        dout: ArrayLike,
-        dlse: ArrayLike | None = None,
+        dout: Array,
+        dlse: Array | None = None,
         wrt: tuple[str, ...] | list[str] = ("q", "k", "v"),
     ) -> Gradients:
         """Return the gradients that `dout`, and `dlse` if lse matters too, give rise to."""
@@ -671,5 +761,5 @@ def _backward(
     """Do what `attention_backward` does, calling ``progress(fraction_done)`` now and then."""
     names = problem.check_wrt(wrt)
     incoming = problem.check_incoming(dout, out, lse, dlse)
-    found = load_backend(backend).backward(problem, *incoming, names, progress=progress)
+    found = _backend_for(problem, backend).backward(problem, *incoming, names, progress=progress)
     return Gradients(*(problem.gradient_as_given(x, found[x]) if x in names else None for x in WRT))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,15 +16,78 @@ FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 
 BIAS = (FLOAT16, FLOAT32, FLOAT64)
-"""Types of a bias, which is rounded to the compute type as it is read."""
+"""NumPy's own types of a bias, which is rounded to the compute type as it is read."""
 
-PLANNED = ("float16", "bfloat16")
-"""Storage types that are legal but not built yet (bfloat16 is ml_dtypes')."""
+BFLOAT16_BITS = np.dtype([("bfloat16", np.uint16)])
+"""Stands for bfloat16 where ml_dtypes, whose type it is in NumPy, is not installed."""
+
+UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+"""Unit roundoff of each storage type: half the distance from 1 to the next number."""
+
+SUBNORMAL = {
+    "float16": 2.0**-24,
+    "bfloat16": 2.0**-133,
+    "float32": 2.0**-149,
+    "float64": 2.0**-1074,
+}
+"""Smallest number of each storage type."""
+
+
+@functools.cache
+def bfloat16() -> np.dtype:
+    """Return the dtype of bfloat16: that of ml_dtypes if it is installed, else a stand-in."""
+    try:
+        found: np.dtype = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    except ImportError:
+        return BFLOAT16_BITS
+    return found
+
+
+def storage_dtype(name: str) -> np.dtype:
+    """Return the dtype of a storage type by its name."""
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
+def storage_name(dtype: np.dtype) -> str | None:
+    """Return the name of a storage type, None for another dtype; of any byte order."""
+    if dtype.kind == "f":
+        return _NAMES.get(dtype.char)
+    if dtype.itemsize == 2 and dtype.kind == "V":
+        return "bfloat16" if dtype == BFLOAT16_BITS or dtype.name == "bfloat16" else None
+    return None
+
+
+_NAMES = {"e": "float16", "f": "float32", "d": "float64"}
+
+
+def show(dtype: np.dtype) -> str:
+    """Return what to call a dtype in an error."""
+    return "bfloat16" if dtype == BFLOAT16_BITS else str(dtype)
+
+
+def widen(x: NDArray[Any]) -> NDArray[Any]:
+    """Return bfloat16 numbers, exactly, as float32; other arrays as they are."""
+    if storage_name(x.dtype) != "bfloat16":
+        return x
+    bits = np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) << 16
+    return bits.view(np.float32).reshape(x.shape)
+
+
+def compute_dtype(storage: str) -> np.dtype:
+    """Return the dtype that a storage type is computed in."""
+    return FLOAT64 if storage == "float64" else FLOAT32
+
+
+def gradient_dtype(dtype: np.dtype, compute: np.dtype) -> np.dtype:
+    """Return the dtype of a gradient of numbers of a dtype; that of integers is computed in."""
+    if dtype.kind == "f":
+        return dtype.newbyteorder("=")
+    return dtype if storage_name(dtype) == "bfloat16" else compute
 
 
 def compute_name(dtype: np.dtype) -> str:
-    """Return the name of a compute dtype; NumPy takes ten microseconds for it."""
-    return "float32" if dtype.itemsize == 4 else "float64"
+    """Return the name of the compute dtype of a storage dtype; NumPy takes ten microseconds."""
+    return "float64" if dtype.itemsize == 8 else "float32"
 
 
 def is_float(dtype: np.dtype) -> bool:
@@ -66,7 +131,8 @@ def error_budget(
     """Bound the distance between a backend's result and the float64 reference.
 
     A bound on rounding errors, worst case to first order, for any order of summation. It is
-    derived and not fitted, so a backend that exceeds it is wrong.
+    derived and not fitted, so a backend that exceeds it is wrong. Rounding the result to a
+    narrower storage type comes on top: see `stored`.
 
     Parameters
     ----------
@@ -132,6 +198,30 @@ def error_budget(
     return ErrorBudget(both * out, both * lse)
 
 
+def stored(storage: str, exact: ArrayLike, error: ArrayLike = 0.0) -> NDArray[np.float64]:
+    """Bound the error of a result that is rounded to its storage type in the end.
+
+    Parameters
+    ----------
+    storage : str
+        Name of the storage type, a key of `UNIT`.
+    exact : array_like
+        The exact result.
+    error : array_like, default 0.0
+        Bound of its error before it is rounded, of `error_budget` or `sum_budget` for one.
+
+    Returns
+    -------
+    ndarray
+        ``error + u (|exact| + error) + w / 2``: what is rounded is at most ``|exact| + error`` in
+        size, and loses ``u``, the unit roundoff of the storage type, of it, or half of its
+        smallest number ``w`` where it is subnormal. Of exact results that are not finite, `error`.
+    """
+    size, error = np.abs(np.asarray(exact, np.float64)), np.asarray(error, np.float64)
+    size = np.where(np.isfinite(size), size, 0.0)
+    return np.asarray(error + UNIT[storage] * (size + error) + SUBNORMAL[storage] / 2)
+
+
 class PairBudget(NamedTuple):
     """Largest absolute errors of what a backward pass makes of each pair of query and key."""
 
@@ -174,7 +264,8 @@ def pair_budget(
     dp_size : array_like
         `dp` without cancellation: of ``|dout|`` and ``|v|``.
     delta_error : array_like
-        Largest absolute error of `delta`; see 3.
+        Largest absolute error of `delta`; see 3. That of `out` takes in its rounding to the
+        storage type, for it is what was stored that is read.
     Dv : int
         Length of the dot product in `dp`.
     dropout_p : float, default 0.0

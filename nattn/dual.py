@@ -158,7 +158,7 @@ def _power(z: Vector, x: Vector, dx: Tangent, y: Vector, dy: Tangent) -> Tangent
 
 def _one_less(x: Vector, y: Vector) -> Vector:
     """x**(y - 1); for literal squares, cubes and fourth powers as a product."""
-    literal = y.value.constant[0].constant if isinstance(y.value, ir.Constant) else None
+    literal = y.literal()
     if literal not in (1, 2, 3, 4):
         return elementary.power(x, y - 1.0)
     z = x.const(1.0)
@@ -449,7 +449,7 @@ def _slope(context: Any, b: Any, x: Any, ty: Any, to: Lanes) -> Vector:
     """Return the derivative of what a function returned; 0 where that hides a key."""
     slope = _tangent(context, b, x, ty, to).vector
     if slope is None:
-        return Vector(b, ir.Constant(to.llvm, [0.0] * to.width))
+        return Vector(b, elementary.constant(to.llvm, 0.0))
     plain = lanes._operand(context, b, _value(b, x, ty), _plain(ty), to)
     return plain.cmp("==", -math.inf).where(0.0, slope)
 

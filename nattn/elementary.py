@@ -3,6 +3,9 @@
 `Vector` is an LLVM vector under construction: its operators emit instructions, so that a formula
 below reads as such. Every function takes and returns `Vector` and works for any width, in float32
 and float64. `lanes` offers them to Numba under NumPy's names, `dual` differentiates them.
+
+A vector of width 1 is a plain LLVM scalar: that is what each thread of a GPU works on, where there
+are no others. What the two targets spell differently `Vector` knows, and nothing else here.
 """
 
 from __future__ import annotations
@@ -20,6 +23,39 @@ I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 
 
+def on_gpu(b: Any) -> bool:
+    """Whether code is for NVIDIA's processors, of which NVVM is the compiler."""
+    return str(b.module.triple).startswith("nvptx")
+
+
+def vector_type(element: Any, width: int) -> Any:
+    """Return the LLVM type of so many numbers: of one, the scalar type itself."""
+    return element if width == 1 else ir.VectorType(element, width)
+
+
+def constant(ty: Any, x: Any) -> Any:
+    """Return a number in all lanes of a vector type."""
+    return ir.Constant(ty, [x] * ty.count if isinstance(ty, ir.VectorType) else x)
+
+
+def insert(b: Any, vector: Any, x: Any, lane: int) -> Any:
+    """Return a vector of which one lane is changed."""
+    if isinstance(vector.type, ir.VectorType):
+        return b.insert_element(vector, x, I32(lane))
+    return x
+
+
+def extract(b: Any, vector: Any, lane: Any) -> Any:
+    """Return one lane of a vector; its number may be a value."""
+    if isinstance(vector.type, ir.VectorType):
+        return b.extract_element(vector, I32(lane) if isinstance(lane, int) else lane)
+    return vector
+
+
+_LIBDEVICE = {"fabs", "trunc", "rint", "fmod"}
+"""Exact functions that NVVM has in its library, under the names of C, and not as intrinsics."""
+
+
 class Vector:
     """An LLVM vector under construction: operators emit instructions."""
 
@@ -27,7 +63,9 @@ class Vector:
         self.b = b
         self.value = value
         self.type = value.type
-        self.element = value.type.element
+        several = isinstance(value.type, ir.VectorType)
+        self.width = value.type.count if several else 1
+        self.element = value.type.element if several else value.type
         self.is_float = not isinstance(self.element, ir.IntType)
 
     def const(self, x: Any) -> Vector:
@@ -36,7 +74,13 @@ class Vector:
             return x
         if self.is_float:
             x = float(np.float32(x)) if isinstance(self.element, ir.FloatType) else float(x)
-        return Vector(self.b, ir.Constant(self.type, [x] * self.type.count))
+        return Vector(self.b, constant(self.type, x))
+
+    def literal(self) -> Any:
+        """Return the number that all lanes are known to hold, None if there is none."""
+        if not isinstance(self.value, ir.Constant):
+            return None
+        return self.value.constant if self.width == 1 else self.value.constant[0].constant
 
     def _op(self, name: str, other: Any) -> Vector:
         prefix = "f" if self.is_float else ""
@@ -56,9 +100,11 @@ class Vector:
         return self._op("div", o)
 
     def __neg__(self) -> Vector:
-        if self.is_float:
-            return Vector(self.b, self.b.fneg(self.value))
-        return self.const(0) - self
+        if not self.is_float:
+            return self.const(0) - self
+        if on_gpu(self.b):  # NVVM's LLVM is older than fneg
+            return self.const(-0.0) - self
+        return Vector(self.b, self.b.fneg(self.value))
 
     def _bitwise(self, name: str, o: Any) -> Vector:
         return Vector(self.b, getattr(self.b, name)(self.value, self.const(o).value))
@@ -97,18 +143,28 @@ class Vector:
 
     def call(self, name: str, *args: Any) -> Vector:
         """Call an LLVM intrinsic on vectors of this type."""
-        operands = [self.value] + [self.const(a).value for a in args]
+        if on_gpu(self.b) and name in _LIBDEVICE:
+            return self._call(f"__nv_{name}" + "f" * isinstance(self.element, ir.FloatType), args)
         suffix = {"float": "f32", "double": "f64"}.get(str(self.element), str(self.element))
-        fn = cgutils.get_or_insert_function(
-            self.b.module,
-            ir.FunctionType(self.type, [self.type] * len(operands)),
-            f"llvm.{name}.v{self.type.count}{suffix}",
-        )
+        if self.width > 1:
+            suffix = f"v{self.width}{suffix}"
+        return self._call(f"llvm.{name}.{suffix}", args)
+
+    def _call(self, function: str, args: tuple[Any, ...]) -> Vector:
+        operands = [self.value] + [self.const(a).value for a in args]
+        ty = ir.FunctionType(self.type, [self.type] * len(operands))
+        fn = cgutils.get_or_insert_function(self.b.module, ty, function)
         return Vector(self.b, self.b.call(fn, operands))
 
     def fma(self, y: Any, z: Any) -> Vector:
         """Return self * y + z, fused where the processor can."""
-        return self.call("fmuladd", y, z)
+        return self.call("fma" if on_gpu(self.b) else "fmuladd", y, z)
+
+    def rem(self, y: Vector) -> Vector:
+        """Return the exact remainder of floats, with the sign of self: C's fmod."""
+        if on_gpu(self.b):  # which has no instruction for it, and no C library
+            return self.call("fmod", y)
+        return Vector(self.b, self.b.frem(self.value, y.value))
 
     def abs(self) -> Vector:
         """Return the magnitude."""
@@ -123,12 +179,12 @@ class Vector:
     def bits(self) -> Vector:
         """Return the float's bits as an integer vector."""
         integer = I32 if isinstance(self.element, ir.FloatType) else I64
-        return Vector(self.b, self.b.bitcast(self.value, ir.VectorType(integer, self.type.count)))
+        return Vector(self.b, self.b.bitcast(self.value, vector_type(integer, self.width)))
 
     def as_float(self) -> Vector:
         """Return integer bits as a float vector."""
         real = ir.FloatType() if self.element == I32 else ir.DoubleType()
-        return Vector(self.b, self.b.bitcast(self.value, ir.VectorType(real, self.type.count)))
+        return Vector(self.b, self.b.bitcast(self.value, vector_type(real, self.width)))
 
     def poly(self, coefficients: tuple[float, ...]) -> Vector:
         """Evaluate ``c[0] + c[1] x + ...``.
@@ -579,7 +635,7 @@ def _power_float64(x: Vector, y: Vector) -> Vector:
 
 
 def _widen(x: Vector) -> Vector:
-    return Vector(x.b, x.b.fpext(x.value, ir.VectorType(ir.DoubleType(), x.type.count)))
+    return Vector(x.b, x.b.fpext(x.value, vector_type(ir.DoubleType(), x.width)))
 
 
 def _narrow(x: Vector, like: Vector) -> Vector:
@@ -625,7 +681,7 @@ def int_power(x: Vector, n: Vector) -> Vector:
     for phi, first, then in zip(phis, (x.const(1), x, n), following, strict=True):
         phi.add_incoming(first.value, before)
         phi.add_incoming(then.value, loop)
-    go_on = b.bitcast(following[2].cmp("!=", 0).value, ir.IntType(x.type.count))
+    go_on = b.bitcast(following[2].cmp("!=", 0).value, ir.IntType(x.width))
     b.cbranch(b.icmp_unsigned("!=", go_on, ir.Constant(go_on.type, 0)), loop, end)
     b.position_at_end(end)
     # Of 1 and -1 the powers alternate as those with n's last bits do.
@@ -792,8 +848,8 @@ def _float_divmod(x: Vector, y: Vector) -> tuple[Vector, Vector]:
 
     The floor of a rounded x / y would be wrong: 1 // 0.1 is 9.
     """
-    b, ratio = x.b, x / y
-    r = Vector(b, b.frem(x.value, y.value))
+    ratio = x / y
+    r = x.rem(y)
     q = (x - r) / y
     other_sign = r.cmp("!=", 0.0) & (r.cmp("<", 0.0) ^ y.cmp("<", 0.0))
     q, r = other_sign.where(q - 1.0, q), other_sign.where(r + y, r)

@@ -29,6 +29,7 @@ MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 """What a modifier and what a mask is called with."""
 
 Value = NDArray[Any] | int | float | bool
+Describe = Callable[[str, Any], NDArray[Any] | None]
 
 _ARRAYS = {np.dtype(t) for t in ("?", *"bhilqBHILQ", "e", "f", "d")}
 """Dtypes of arrays that a function may be bound to."""
@@ -95,7 +96,9 @@ class Combination:
 Tree = Bound | Combination
 
 
-def resolve(name: str, function: Any, parameters: tuple[str, ...]) -> Tree:
+def resolve(
+    name: str, function: Any, parameters: tuple[str, ...], *, describe: Describe | None = None
+) -> Tree:
     """Find the plain functions in what a user passed, and bind all their parameters.
 
     Parameters
@@ -106,6 +109,10 @@ def resolve(name: str, function: Any, parameters: tuple[str, ...]) -> Tree:
         A plain or jitted function, a `functools.partial` of one, or a `Combination`.
     parameters : tuple of str
         What it is called with: `SCORE_MOD` or `MASK_MOD`.
+    describe : callable, optional
+        ``describe(name, value)`` returns a NumPy view of an array that is none of NumPy's, as one
+        on a GPU, or a copy of a single number; and None of anything else. Without it such arrays
+        are refused.
 
     Returns
     -------
@@ -148,7 +155,7 @@ def resolve(name: str, function: Any, parameters: tuple[str, ...]) -> Tree:
         if (plain.operator == "compose") != (parameters == SCORE_MOD):
             kind = "composed modifiers" if plain.operator == "compose" else "combined masks"
             raise TypeError(f"{name}: expected a function {call}, got {kind}")
-        parts = tuple(resolve(name, part, parameters) for part in plain.parts)
+        parts = tuple(resolve(name, x, parameters, describe=describe) for x in plain.parts)
         return Combination(plain.operator, parts)
     if isinstance(plain, Bound) and not (args or keywords):
         return plain
@@ -157,7 +164,7 @@ def resolve(name: str, function: Any, parameters: tuple[str, ...]) -> Tree:
             f"{name}: expected a function {call} or functools.partial of one, "
             f"got {_describe(function)}"
         )
-    return _bind(name, call, plain, args, keywords, len(parameters))
+    return _bind(name, call, plain, args, keywords, len(parameters), describe)
 
 
 def _describe(value: object) -> str:
@@ -177,6 +184,7 @@ def _bind(
     args: tuple[Any, ...],
     keywords: dict[str, Any],
     count: int,
+    describe: Describe | None,
 ) -> Bound:
     signature = _signature(plain)
     for p in signature.parameters.values():
@@ -214,7 +222,7 @@ def _bind(
             continue
         order.append(-1 - len(values))
         names.append(parameter)
-        values.append(_value(name, plain.__name__, parameter, value))
+        values.append(_value(name, plain.__name__, parameter, value, describe))
     digest(plain, name)  # refuses what the function may not capture
     return Bound(plain, tuple(order), tuple(names), tuple(values))
 
@@ -244,8 +252,14 @@ def _signature(function: types.FunctionType) -> inspect.Signature:
     return found[2]
 
 
-def _value(name: str, function: str, parameter: str, value: Any) -> Value:
+def _value(
+    name: str, function: str, parameter: str, value: Any, describe: Describe | None
+) -> Value:
     """Check what a parameter is bound to."""
+    found = None
+    if describe is not None and not isinstance(value, np.ndarray | np.generic | int | float):
+        found = describe(f"{name}: {parameter} of {function}", value)
+        value = value if found is None else found
     if isinstance(value, np.generic) or (type(value) is np.ndarray and value.ndim == 0):
         value = value.item()
     if isinstance(value, bool | float):
@@ -255,6 +269,8 @@ def _value(name: str, function: str, parameter: str, value: Any) -> Value:
     if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
         native = value.dtype.newbyteorder("=")
         if native in _ARRAYS:
+            if found is not None:
+                return found
             plain = np.asarray(value)
             return plain if plain.dtype.isnative else plain.astype(native)
     if inspect.isclass(value) or callable(value):

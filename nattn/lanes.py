@@ -63,7 +63,7 @@ from numba.extending import (
 )
 
 from . import elementary
-from .elementary import I32, I64, Vector
+from .elementary import I32, I64, Vector, constant, extract, insert, on_gpu, vector_type
 
 _LLVM = {
     types.float32: ir.FloatType(),
@@ -118,9 +118,9 @@ class Lanes(types.Type):
         return Lanes(dtype, self.width, self.real, bound)
 
     @property
-    def llvm(self) -> ir.VectorType:
-        """The LLVM vector type."""
-        return ir.VectorType(_LLVM[self.dtype], self.width)
+    def llvm(self) -> Any:
+        """The LLVM vector type; of one lane, the scalar type."""
+        return vector_type(_LLVM[self.dtype], self.width)
 
     def unify(self, typingctx: Any, other: Any) -> Lanes | None:
         """Return the type of a variable that is assigned both."""
@@ -355,7 +355,7 @@ def _operand(context: Any, b: Any, value: Any, ty: Any, to: Lanes) -> Vector:
     if ty.width != to.width:  # a scalar in all lanes
         one = Lanes(to.dtype, 1, to.real)
         value = _operand(context, b, value, ty, one).value
-        return Vector(b, _broadcast(b, b.extract_element(value, I32(0)), to.width))
+        return Vector(b, _broadcast(b, extract(b, value, 0), to.width))
     if ty.dtype == to.dtype:
         return Vector(b, value)
     if isinstance(to.dtype, types.Float):
@@ -378,6 +378,8 @@ def _cast_to_lanes(context: Any, b: Any, fromty: Any, toty: Any, value: Any) -> 
 
 
 def _broadcast(b: Any, x: Any, width: int) -> Any:
+    if width == 1:
+        return x
     undefined = ir.Constant(ir.VectorType(x.type, width), ir.Undefined)
     first = b.insert_element(undefined, x, I32(0))
     return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, width), [0] * width))
@@ -549,7 +551,7 @@ def _compare_narrow(context: Any, b: Any, fn: Any, sig: Any, args: Any) -> Any:
         return None
     value = args[1 - n]
     if isinstance(y, Lanes):
-        value = b.extract_element(value, I32(0))
+        value = extract(b, value, 0)
     elif not one.signed:
         value = b.select(b.icmp_signed("<", value, I64(0)), I64(_INT32 - 1), value)
     value = b.select(b.icmp_signed(">", value, I64(_INT32 - 1)), I64(_INT32 - 1), value)
@@ -788,7 +790,7 @@ def lane_of(typingctx: Any, tile: Any, x: Any, lane: Any) -> Any:
     """Return one of the float lanes of a tile."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.extract_element(args[1], args[2])
+        return extract(b, args[1], args[2])
 
     return x.dtype(tile, x, types.int64), codegen
 
@@ -809,12 +811,14 @@ def sign_bit(typingctx: Any, x: Any) -> Any:
 
 
 def _pointer(b: Any, address: Any, ty: Any) -> Any:
-    return b.inttoptr(address, ty.as_pointer())
+    # On a GPU an address is one of global memory.
+    return b.inttoptr(address, ty.as_pointer(1 if on_gpu(b) else 0))
 
 
 def _load(b: Any, address: Any, ty: Any) -> Any:
     value = b.load(_pointer(b, address, ty))
-    value.align = 1
+    if not on_gpu(b):  # where what is not aligned is read byte by byte
+        value.align = 1
     return value
 
 
@@ -840,7 +844,8 @@ def iota(typingctx: Any, tile: Any, start: Any) -> Any:
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         first = _operand(context, b, args[1], sig.args[1], to).value
-        return b.add(first, ir.Constant(to.llvm, list(range(to.width))))
+        steps = list(range(to.width)) if to.width > 1 else 0
+        return b.add(first, ir.Constant(to.llvm, steps))
 
     return to(tile, types.int64), codegen
 
@@ -919,7 +924,7 @@ def zeros(typingctx: Any, tile: Any) -> Any:
     to = types.UniTuple(tile.real, count)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        zero = ir.Constant(tile.real.llvm, [0.0] * tile.real.width)
+        zero = constant(tile.real.llvm, 0.0)
         return ir.Constant(ir.ArrayType(tile.real.llvm, count), [zero] * count)
 
     return to(tile), codegen
@@ -1059,7 +1064,7 @@ def _from_storage(b: Any, x: Any, storage: str, to: Lanes) -> Any:
     """Convert a vector as it is stored to the tile's floats; True is 0 and False -inf."""
     v = Vector(b, x)
     if storage == "bool":
-        zero = Vector(b, ir.Constant(to.llvm, [0.0] * to.width))
+        zero = Vector(b, constant(to.llvm, 0.0))
         return v.cmp("!=", 0).where(zero, -math.inf).value
     if storage == "float16":
         return _half_to_float(v, to).value
@@ -1075,7 +1080,7 @@ def _half_to_float(x: Vector, to: Lanes) -> Vector:
     subnormal numbers too. Inf and NaN get the full exponent.
     """
     b = x.b
-    wide = Vector(b, b.zext(x.value, ir.VectorType(I32, to.width)))
+    wide = Vector(b, b.zext(x.value, vector_type(I32, to.width)))
     magnitude = ((wide & 0x7FFF) << 13).as_float() * 2.0**112
     special = (wide & 0x7C00).cmp("==", 0x7C00).where(0x7F800000, wide.const(0))
     sign = (wide & 0x8000) << 16
@@ -1120,7 +1125,7 @@ def gather_transposed(
     to, name, width = tile.real, _storage_name(storage), tile.real.width
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        ty = ir.VectorType(_STORAGE[name], width)
+        ty = vector_type(_STORAGE[name], width)
         rows = [_load(b, _lane_address(b, args[2], args[3], n), ty) for n in range(width)]
         for n, column in enumerate(_transpose(b, rows)):
             at = b.add(args[4], b.mul(args[5], I64(n)))
@@ -1136,10 +1141,10 @@ def load_lanes(typingctx: Any, tile: Any, storage: Any, base: Any, offsets: Any)
     to, name = tile.real, _storage_name(storage)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        x = ir.Constant(ir.VectorType(_STORAGE[name], to.width), ir.Undefined)
+        x = ir.Constant(vector_type(_STORAGE[name], to.width), ir.Undefined)
         for n in range(to.width):
             value = _load(b, _lane_address(b, args[2], args[3], n), _STORAGE[name])
-            x = b.insert_element(x, value, I32(n))
+            x = insert(b, x, value, n)
         return _from_storage(b, x, name, to)
 
     return to(tile, storage, types.int64, types.int64), codegen
@@ -1202,7 +1207,7 @@ def store_panels(typingctx: Any, tile: Any, address: Any, x: Any, panel: Any) ->
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         for n in range(width // piece):
             lanes = ir.Constant(ir.VectorType(I32, piece), list(range(n * piece, (n + 1) * piece)))
-            part = b.shuffle_vector(args[2], args[2], lanes)
+            part = b.shuffle_vector(args[2], args[2], lanes) if width > 1 else args[2]
             _store(b, b.add(args[1], b.mul(args[3], I64(n))), part)
         return context.get_dummy_value()
 
@@ -1448,7 +1453,7 @@ def new_outside(typingctx: Any, tile: Any) -> Any:
     to = types.CPointer(types.int32)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        place = cgutils.alloca_once(b, ir.VectorType(I32, tile.real.width))
+        place = cgutils.alloca_once(b, vector_type(I32, tile.real.width))
         return b.bitcast(place, I32.as_pointer())
 
     return to(tile), codegen
@@ -1457,10 +1462,10 @@ def new_outside(typingctx: Any, tile: Any) -> Any:
 @intrinsic
 def clear_outside(typingctx: Any, tile: Any, outside: Any) -> Any:
     """Note that no index lay outside."""
-    ty = ir.VectorType(I32, tile.real.width)
+    ty = vector_type(I32, tile.real.width)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        b.store(ir.Constant(ty, [0] * ty.count), b.bitcast(args[1], ty.as_pointer()))
+        b.store(constant(ty, 0), b.bitcast(args[1], ty.as_pointer()))
         return context.get_dummy_value()
 
     return types.void(tile, outside), codegen
@@ -1469,11 +1474,11 @@ def clear_outside(typingctx: Any, tile: Any, outside: Any) -> Any:
 @intrinsic
 def outside_bits(typingctx: Any, tile: Any, outside: Any) -> Any:
     """Return an int64 of which bit l is set if an index of lane l lay outside."""
-    ty = ir.VectorType(I32, tile.real.width)
+    ty = vector_type(I32, tile.real.width)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         noted = Vector(b, b.load(b.bitcast(args[1], ty.as_pointer())))
-        bits = b.bitcast(noted.cmp("!=", 0).value, ir.IntType(ty.count))
+        bits = b.bitcast(noted.cmp("!=", 0).value, ir.IntType(noted.width))
         return b.zext(bits, I64)
 
     return types.int64(tile, outside), codegen
@@ -1543,10 +1548,10 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     _note_outside(b, array.outside, outside, ty.real.width)
     base = b.select(empty, b.ptrtoint(_nothing(b), I64), array.address)
     stored = _STORAGE.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
-    x = ir.Constant(ir.VectorType(stored, to.width), ir.Undefined)
+    x = ir.Constant(vector_type(stored, to.width), ir.Undefined)
     for lane in range(to.width):
-        at = b.add(base, b.extract_element(offsets.value, I32(lane)))
-        x = b.insert_element(x, _load_constant(b, at, stored), I32(lane))
+        at = b.add(base, extract(b, offsets.value, lane))
+        x = insert(b, x, _load_constant(b, at, stored), lane)
     if isinstance(to.dtype, types.Float):
         return _from_storage(b, x, ty.stored, to)
     if isinstance(to.dtype, types.Boolean):
@@ -1559,19 +1564,19 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
 
 def _nothing(b: Any) -> Any:
     """Return the address of 8 bytes that are 0, whatever runs."""
-    name = "nattn.nothing"
+    name = "nattn_nothing"
     if name not in b.module.globals:
-        zero = cgutils.add_global_variable(b.module, I64, name)
-        zero.initializer, zero.global_constant, zero.linkage = I64(0), True, "private"
+        zero = ir.GlobalVariable(b.module, I64, name, addrspace=1 if on_gpu(b) else 0)
+        zero.initializer, zero.global_constant, zero.linkage = I64(0), True, "internal"
     return b.module.globals[name]
 
 
 def _note_outside(b: Any, place: Any, outside: Vector, width: int) -> None:
     """Add to the lanes that were outside."""
-    ty = ir.VectorType(I32, width)
+    ty = vector_type(I32, width)
     value = outside.value
-    if outside.type.count != width:
-        value = _broadcast(b, b.extract_element(value, I32(0)), width)
+    if outside.width != width:
+        value = _broadcast(b, extract(b, value, 0), width)
     at = b.bitcast(place, ty.as_pointer())
     b.store(b.or_(b.load(at), b.sext(value, ty)), at)
 

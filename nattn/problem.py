@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import dtypes, masks, mods
+from . import device_arrays, dtypes, masks, mods
+from .device_arrays import CudaArray, DeviceArray
 from .functions import MASK_MOD, SCORE_MOD, Combination, Tree, resolve
 
-Integers = int | ArrayLike
+Array = ArrayLike | CudaArray
+Integers = int | Array
 Scale = float | np.floating[Any] | NDArray[Any]
 Window = tuple[int | None, int | None]
 Mod = Callable[..., Any]
@@ -40,18 +42,28 @@ class Problem:
     """A complete and valid description of one attention call.
 
     Made by `Problem.build`, which raises on bad input. All arrays are views of the caller's data
-    with any byte strides (negative, zero and unaligned ones too) in native byte order.
+    with any byte strides (negative, zero and unaligned ones too) in native byte order. Those of
+    arrays on a GPU are `DeviceArray`, which only kernels read: q, k, v, mask, bias and arrays that
+    functions are bound to. The latter may be in host memory all the same, as slopes, sinks and
+    integers for each item always are: such numbers are copied to be checked.
 
     Attributes
     ----------
     q, k, v : ndarray
         ``(B, Hq, Nq, D)``, ``(B, Hkv, Nk, D)`` and ``(B, Hkv, Nk, Dv)``.
-    dtype : dtype
-        float32 or float64: storage and computation.
+    dtype, storage : dtype, str
+        What q, k, v and the output are stored as, and its name: "float16", "bfloat16", "float32"
+        or "float64". bfloat16 is ml_dtypes', or `dtypes.BFLOAT16_BITS` without that.
+    compute : dtype
+        What is computed in: float64 for float64, else float32; lse, too, and all numbers here.
+    kind : Kind or None
+        How results are made like q, which is on a GPU then; None in host memory.
+    streams : tuple of int
+        Handles of the streams that device arrays name as those whose work they wait for.
     group : int
         Query heads for each key head: head ``h`` reads key head ``h // group``.
     scale : float
-        Rounded to `dtype`.
+        Rounded to `compute`.
     window : tuple
         Keys visible to the left and to the right of a query's position, None where open.
     q_offset, q_lens, kv_lens : ndarray
@@ -59,18 +71,18 @@ class Problem:
         Offsets and window are clamped where no array reaches, without changing what is visible:
         ``i + q_offset[b] - left`` and ``i + q_offset[b] + right + 1`` never overflow.
     mask, bias : ndarray or None
-        Views broadcast to ``(B, Hq, Nq, Nk)``, never materialised. mask is bool; bias is float16,
-        float32 or float64, to be rounded to `dtype` as it is read.
+        Views broadcast to ``(B, Hq, Nq, Nk)``, never materialised. mask is bool; bias is of any
+        storage type, to be rounded to `compute` as it is read.
     score_mods : tuple of Bound or Combination
         What happens to a score before the bias is added, in this order: softcap, the user's
-        score_mod, ALiBi. The first is `mods.softcap` bound to ``cap``, a float of `dtype`; the
+        score_mod, ALiBi. The first is `mods.softcap` bound to ``cap``, a `compute` float; the
         last is `mods.alibi` bound to ``slopes``, a ``(B, Hq)`` view.
     mask_mod : Bound, Combination or None
         Which keys a position sees, from the argument of that name or from `block_mask`.
     block_mask : masks.Blocks or None
         Which blocks `mask_mod` leaves empty or full; made for these sizes and offsets.
     sinks : ndarray or None
-        ``(Hq,)`` in `dtype`, contiguous: an extra logit for each head.
+        ``(Hq,)`` in `compute`, contiguous: an extra logit for each head.
     dropout_p, seed : float, int
         Probability of dropping, 0.0 for none, and ``0 <= seed < 2**64``.
     rank, layout
@@ -94,6 +106,10 @@ class Problem:
     D: int
     Dv: int
     dtype: np.dtype
+    storage: str
+    compute: np.dtype
+    kind: device_arrays.Kind | None
+    streams: tuple[int, ...]
     scale: float
     causal: bool
     window: Window
@@ -137,7 +153,7 @@ class Problem:
         dropout_p: float = 0.0,
         seed: int | None = None,
         layout: Any = "bhnd",
-        out: NDArray[Any] | None = None,
+        out: Any = None,
     ) -> Problem:
         """Check the arguments of one call and bring them to the canonical form.
 
@@ -150,8 +166,11 @@ class Problem:
         NotImplementedError
             For legal input that no backend handles yet.
         """
+        kind: device_arrays.Kind | None = None
         if not (type(q) is type(k) is type(v) is np.ndarray):
             q, k, v = _as_array("q", q), _as_array("k", k), _as_array("v", v)
+            kind = device_arrays.kind_of(q) if type(q) is DeviceArray else None
+            _check_places({"q": q, "k": k, "v": v})
         mask = None if mask is None else _as_array("mask", mask)
         bias = None if bias is None else _as_array("bias", bias)
         alibi_slopes = None if alibi_slopes is None else _as_array("alibi_slopes", alibi_slopes)
@@ -159,11 +178,17 @@ class Problem:
         inputs = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
         inputs |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
 
-        dtype = q.dtype
-        if not (
-            dtype is k.dtype is v.dtype and (dtype is dtypes.FLOAT32 or dtype is dtypes.FLOAT64)
-        ):
-            dtype = _shared_dtype(q, k, v)
+        if kind is not None or type(mask) is DeviceArray or type(bias) is DeviceArray:
+            _check_places({"q": q, "mask": mask, "bias": bias})
+
+        dtype = compute = q.dtype
+        if dtype is k.dtype is v.dtype and dtype is dtypes.FLOAT32:
+            storage = "float32"
+        elif dtype is k.dtype is v.dtype and dtype is dtypes.FLOAT64:
+            storage = "float64"
+        else:
+            storage = _shared_storage(q, k, v)
+            dtype, compute = dtypes.storage_dtype(storage), dtypes.compute_dtype(storage)
             q, k, v = _native(q, dtype), _native(k, dtype), _native(v, dtype)
 
         rank = q.ndim
@@ -194,10 +219,18 @@ class Problem:
             blocks = _blocks(block_mask, mask_mod, pairs, offset, window)
             tree = blocks.mask_mod
         elif mask_mod is not None:
-            tree = resolve("mask_mod", mask_mod, MASK_MOD)
-        cap = None if softcap is None else _softcap(softcap, dtype)
-        user = None if score_mod is None else resolve("score_mod", score_mod, SCORE_MOD)
-        slopes = None if alibi_slopes is None else _slopes(alibi_slopes, B, Hq, dtype)
+            tree = resolve("mask_mod", mask_mod, MASK_MOD, describe=_describe_bound)
+        cap = None if softcap is None else _softcap(softcap, compute)
+        user = None
+        if score_mod is not None:
+            user = resolve("score_mod", score_mod, SCORE_MOD, describe=_describe_bound)
+        bound: dict[str, DeviceArray] = {}
+        if _binds_device_arrays(user) or _binds_device_arrays(tree):
+            for name, function in (("score_mod", user), ("mask_mod", tree)):
+                arrays = _bound_arrays(name, function)
+                bound.update((x, y) for x, y in arrays if type(y) is DeviceArray)
+            _check_places({"q": q, **bound})
+        slopes = None if alibi_slopes is None else _slopes(alibi_slopes, B, Hq, compute)
         probability = _probability(dropout_p)
         window = (_clamp(window[0]), _clamp(window[1]))
 
@@ -216,7 +249,11 @@ class Problem:
             D=D,
             Dv=Dv,
             dtype=dtype,
-            scale=_scale(dtypes.default_scale(D) if scale is None else scale, dtype),
+            storage=storage,
+            compute=compute,
+            kind=kind,
+            streams=() if kind is None else _streams(q, k, v, mask, bias, *bound.values()),
+            scale=_scale(dtypes.default_scale(D) if scale is None else scale, compute),
             causal=causal,
             window=window,
             q_offset=offset,
@@ -231,7 +268,7 @@ class Problem:
             ),
             mask_mod=tree,
             block_mask=blocks,
-            sinks=None if sinks is None else _sinks(sinks, Hq, dtype),
+            sinks=None if sinks is None else _sinks(sinks, Hq, compute),
             dropout_p=probability,
             seed=_seed(seed, probability),
             rank=rank,
@@ -250,13 +287,37 @@ class Problem:
         """The shape of ``out`` in the caller's rank and layout."""
         return _as_given((self.B, self.Hq, self.Nq, self.Dv), self.rank, self.layout)
 
-    def as_bhnd(self, out: NDArray[Any]) -> NDArray[Any]:
-        """View an array of `out_shape` as ``(B, Hq, Nq, Dv)``."""
-        return _to_bhnd(np.asarray(out), self.layout)
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """The shape of ``lse`` in the caller's rank: ``(B, Hq, Nq)`` without axes that lack."""
+        return (self.B, self.Hq, self.Nq)[4 - self.rank :]
 
-    def as_given(self, lse: NDArray[Any]) -> NDArray[Any]:
-        """Take from ``(B, Hq, Nq)`` the leading axes that the caller's arrays lack."""
-        return lse if self.rank == 4 else lse[0] if self.rank == 3 else lse[0, 0]
+    def new_results(self, out: Any = None) -> tuple[Any, Any]:
+        """Return ``out``, a new one if it is None, and a new ``lse``, of the caller's kind."""
+        if out is None:
+            out = self._new(self.out_shape, self.dtype)
+        return out, self._new(self.lse_shape, self.compute)
+
+    def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        if self.kind is None:
+            return np.empty(shape, dtype)
+        name = dtypes.storage_name(dtype)
+        assert name is not None
+        return self.kind.empty(shape, name)
+
+    def _seen(self, name: str, x: Any) -> Any:
+        """Return a NumPy array, or the view of one on a GPU."""
+        return np.asarray(x) if self.kind is None else device_arrays.describe(name, x)
+
+    def as_bhnd(self, out: Any) -> NDArray[Any]:
+        """View an array of `out_shape` as ``(B, Hq, Nq, Dv)``."""
+        view: NDArray[Any] = _to_bhnd(self._seen("out", out), self.layout)
+        return view
+
+    def as_bhn(self, lse: Any) -> NDArray[Any]:
+        """View an array of `lse_shape` as ``(B, Hq, Nq)``."""
+        view: NDArray[Any] = self._seen("lse", lse)
+        return view if self.rank == 4 else view[(None,) * (4 - self.rank)]
 
     def visible_range(
         self, b: int, i: NDArray[np.int64]
@@ -316,43 +377,73 @@ class Problem:
         dout, out : array_like
             Of `out_shape`.
         lse, dlse : array_like
-            ``(B, Hq, Nq)`` or what is left of it in the caller's rank; dlse may be None.
+            Of `lse_shape`; dlse may be None.
 
         Returns
         -------
         dout, out : ndarray
             ``(B, Hq, Nq, Dv)`` views with any strides, in native byte order.
         lse, dlse : ndarray
-            ``(B, Hq, Nq)``, aligned and contiguous; dlse may be None.
+            ``(B, Hq, Nq)``, aligned and contiguous in host memory, with any strides on a GPU; dlse
+            may be None.
 
         Raises
         ------
         ValueError, TypeError
-            If a shape or dtype is not that of the call, or lse not that of its lengths.
+            If a shape or dtype is not that of the call, or lse not that of its lengths, which
+            remains unseen on a GPU.
         """
-        rows = (self.B, self.Hq, self.Nq)
-        shape = rows[4 - self.rank :]
-        dout = self._incoming("dout", dout, self.out_shape)
-        out = self._incoming("out", out, self.out_shape)
-        dense = []
+        dout = self._incoming("dout", dout, self.out_shape, self.dtype)
+        out = self._incoming("out", out, self.out_shape, self.dtype)
+        rows = []
         for name, x in (("lse", lse), ("dlse", dlse)):
             if x is not None or name == "lse":
-                x = self._incoming(name, x, shape).reshape(rows)
-                x = np.require(x, requirements=("C", "A"))
-            dense.append(x)
+                x = self._incoming(name, x, self.lse_shape, self.compute)
+                x = x[(None,) * (4 - self.rank)]
+                x = x if self.kind is not None else np.require(x, requirements=("C", "A"))
+            rows.append(x)
         behind = np.arange(self.Nq) >= self.q_lens[:, None]
-        if behind.any():
-            wrong = behind[:, None] & (dense[0] != -np.inf)
+        if self.kind is None and behind.any():
+            wrong = behind[:, None] & (rows[0] != -np.inf)
             if wrong.any():
                 b, h, i = np.argwhere(wrong)[0].tolist()
                 raise ValueError(
                     f"lse: expected -inf in rows past q_lens, as attention returns it for the same "
-                    f"arguments, got {dense[0][b, h, i]} in row {i} of item {b} with "
+                    f"arguments, got {rows[0][b, h, i]} in row {i} of item {b} with "
                     f"q_lens[{b}] = {self.q_lens[b]}"
                 )
-        return _to_bhnd(dout, self.layout), _to_bhnd(out, self.layout), *dense
+        return _to_bhnd(dout, self.layout), _to_bhnd(out, self.layout), *rows
 
-    def gradient_as_given(self, name: str, x: NDArray[Any]) -> NDArray[Any]:
+    def new_gradient(self, name: str) -> DeviceArray:
+        """Return a view of a new array for a gradient, of a call with arrays on a GPU.
+
+        Behind it lies an array of the caller's kind (`Source.owner`) in C order, of the shape and
+        layout of the argument and with the dtype of a gradient of it (`dtypes.gradient_dtype`), so
+        that what is written here needs no change before it is returned.
+
+        Parameters
+        ----------
+        name : str
+            One of `WRT`.
+
+        Returns
+        -------
+        DeviceArray
+            Head-major and 4-D for q, k and v; of `bias_shape`; ``(Hq,)``; of the slopes ``(B, Hq)``
+            or ``(Hq,)`` as they were given, which is then the sum over items.
+        """
+        if name in LEARNT:
+            shape, dtype = self.given[name]
+            new = self._new(shape, dtypes.gradient_dtype(dtype, self.compute))
+            view: DeviceArray = self._seen(name, new)
+            if name == "bias":
+                view = view.reshape(self.bias_shape)
+        else:
+            shape = _as_given(getattr(self, name).shape, self.rank, self.layout)
+            view = _to_bhnd(self._seen(name, self._new(shape, self.dtype)), self.layout)
+        return view
+
+    def gradient_as_given(self, name: str, x: NDArray[Any]) -> Any:
         """Bring a gradient to the shape and dtype of the argument that it belongs to.
 
         Parameters
@@ -360,38 +451,54 @@ class Problem:
         name : str
             One of `WRT`.
         x : ndarray
-            Head-major and 4-D, of `bias_shape`, ``(Hq,)`` or for the slopes ``(B, Hq)``.
+            Head-major and 4-D, of `bias_shape`, ``(Hq,)`` or for the slopes ``(B, Hq)``. On a GPU
+            what `new_gradient` returned.
 
         Returns
         -------
         ndarray
-            In native byte order; that of integers in the compute dtype.
+            In native byte order; that of integers in the compute dtype. On a GPU an array of the
+            caller's kind.
         """
-        if name not in LEARNT:
-            x = x.astype(self.dtype, copy=False)
-            return _to_bhnd(x, self.layout) if self.rank == 4 else x[(0,) * (4 - self.rank)]
-        shape, dtype = self.given[name]
-        if name == "alibi_slopes" and len(shape) == 1:
-            x = x.sum(axis=0)
-        dtype = dtype.newbyteorder("=") if dtype.kind == "f" else self.dtype
-        with np.errstate(all="ignore"):  # float16 may overflow
+        if isinstance(x, DeviceArray):
+            return x.source.owner
+        with np.errstate(all="ignore"):  # a narrow dtype may overflow
+            if name not in LEARNT:
+                x = x.astype(self.dtype, copy=False)
+                return _to_bhnd(x, self.layout) if self.rank == 4 else x[(0,) * (4 - self.rank)]
+            shape, dtype = self.given[name]
+            if name == "alibi_slopes" and len(shape) == 1:
+                x = x.sum(axis=0)
+            dtype = dtypes.gradient_dtype(dtype, self.compute)
             gradient: NDArray[Any] = x.reshape(shape).astype(dtype, copy=False)
         return gradient
 
-    def _incoming(self, name: str, x: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    def _incoming(self, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
         x = _as_array(name, x)
-        if x.dtype != self.dtype and x.dtype.newbyteorder("=") != self.dtype:
-            raise TypeError(f"{name}: expected dtype {self.dtype} as of q, got {x.dtype}")
+        if type(x) is DeviceArray or self.kind is not None:
+            _check_places({"q": self.q, name: x})
+        if x.dtype != dtype and x.dtype.newbyteorder("=") != dtype:
+            of = "as of q" if dtype == self.dtype else f"for q of {self.storage}"
+            raise TypeError(
+                f"{name}: expected dtype {dtypes.show(dtype)} {of}, got {dtypes.show(x.dtype)}"
+            )
         if x.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")
-        return _native(x, self.dtype)
+        return _native(x, dtype)
 
     def _check_out(self, out: Any, inputs: dict[str, Any]) -> None:
+        if self.kind is not None:
+            found = device_arrays.describe("out", out)
+            if found is None:
+                raise TypeError(f"out: expected an array on a GPU, as q is, got {_show(out)}")
+            _check_places({"q": self.q, "out": found})
+            out = found
         if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
             raise TypeError(f"out: expected a NumPy array, got {_show(out)}")
         if out.dtype != self.dtype:  # a dtype of the other byte order differs too
+            got = out.dtype.str if out.dtype.kind == "f" else dtypes.show(out.dtype)
             raise TypeError(
-                f"out: expected dtype {self.dtype} in native byte order, got {out.dtype.str}"
+                f"out: expected dtype {dtypes.show(self.dtype)} in native byte order, got {got}"
             )
         if out.shape != self.out_shape:
             raise ValueError(f"out: expected shape {self.out_shape}, got {out.shape}")
@@ -448,21 +555,51 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
             f"{name}: expected a plain array, got a masked array, whose mask would be ignored; "
             "pass .data, and what is visible as the argument mask"
         )
-    is_torch = any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in type(value).__mro__)
-    if is_torch and not value.is_cuda:
+    found = device_arrays.describe(name, value)
+    if found is not None:
+        return found
+    if device_arrays.is_torch(value):
         raise TypeError(
             f"{name}: expected a NumPy array, got a torch tensor; pass {name}.detach().numpy(), "
             "which shares its memory"
-        )
-    if is_torch or hasattr(value, "__cuda_array_interface__"):
-        raise NotImplementedError(
-            f"{name}: expected an array in host memory, got {type(value).__name__} on a GPU; "
-            "the cuda backend is not built yet"
         )
     try:
         return np.asarray(value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: expected an array, got {_show(value)}: {error}") from error
+
+
+def _in_host_memory(name: str, value: Any) -> NDArray[Any]:
+    """Convert to an ndarray whose numbers can be read, which takes a copy of those on a GPU."""
+    array = _as_array(name, value)
+    return device_arrays.copied(array) if isinstance(array, DeviceArray) else array
+
+
+def _check_places(arrays: dict[str, NDArray[Any] | None]) -> None:
+    """Raise unless all arrays are where the first is: in host memory, or on one GPU."""
+    (first, of), *others = [(name, x) for name, x in arrays.items() if x is not None]
+    for name, x in others:
+        if (type(x) is DeviceArray) != (type(of) is DeviceArray):
+            places = [
+                f"{what} {y.source if isinstance(y, DeviceArray) else 'in host memory'}"
+                for what, y in ((first, of), (name, x))
+            ]
+            raise TypeError(
+                f"{first}, {name}: expected both in host memory or both on a GPU, got "
+                + " and ".join(places)
+            )
+        if isinstance(x, DeviceArray) and isinstance(of, DeviceArray):
+            one, two = of.source, x.source
+            if None not in (one.device, two.device) and one.device != two.device:
+                raise TypeError(
+                    f"{first}, {name}: expected both on one GPU, got {first} {one} and {name} {two}"
+                )
+
+
+def _streams(*arrays: NDArray[Any] | None) -> tuple[int, ...]:
+    """Return the streams that device arrays name, each once."""
+    found = (x.source.stream for x in arrays if isinstance(x, DeviceArray))
+    return tuple(dict.fromkeys(stream for stream in found if stream is not None))
 
 
 def _native(x: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
@@ -475,22 +612,19 @@ def _native(x: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
     return np.broadcast_to(once.astype(dtype), x.shape)
 
 
-def _shared_dtype(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> np.dtype:
-    """Return the one compute dtype of q, k and v, in native byte order."""
+def _shared_storage(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> str:
+    """Return the name of the one storage type of q, k and v."""
+    found = []
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype.char not in "fd" and x.dtype.name not in dtypes.PLANNED:
-            raise TypeError(f"{name}: expected dtype float32 or float64, got {x.dtype}")
-    found = [x.dtype.newbyteorder("=") for x in (q, k, v)]
+        storage = dtypes.storage_name(x.dtype)
+        if storage is None or (x.dtype == dtypes.BFLOAT16_BITS and type(x) is not DeviceArray):
+            raise TypeError(
+                f"{name}: expected dtype float16, bfloat16, float32 or float64, got {x.dtype}"
+            )
+        found.append(storage)
     if not found[0] == found[1] == found[2]:
-        raise TypeError(
-            "q, k, v: expected one dtype, got " + ", ".join(x.dtype.name for x in (q, k, v))
-        )
-    name = found[0].name
-    if name in dtypes.PLANNED:
-        raise NotImplementedError(
-            f"q, k, v: expected dtype float32 or float64, got {name}, which is not built yet"
-        )
-    return dtypes.FLOAT32 if name == "float32" else dtypes.FLOAT64
+        raise TypeError("q, k, v: expected one dtype, got " + ", ".join(found))
+    return found[0]
 
 
 # Rank, layout, sizes
@@ -511,7 +645,7 @@ def _check_rank(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], layout: Any) 
             raise ValueError(f"{name}: expected {q.ndim} axes as in q {q.shape}, got {x.shape}")
 
 
-def _to_bhnd(x: NDArray[Any], layout: str) -> NDArray[Any]:
+def _to_bhnd(x: Any, layout: str) -> Any:
     if x.ndim == 4:
         return x if layout == "bhnd" else x.transpose(0, 2, 1, 3)
     return x[None] if x.ndim == 3 else x[None, None]
@@ -637,7 +771,7 @@ def check_integers(name: str, value: Any, B: int) -> list[int]:
     if isinstance(value, int):
         return [check_integer(name, value, expected)] * B
     if not isinstance(value, (list, tuple)):
-        array = _as_array(name, value)
+        array = _in_host_memory(name, value)
         if array.dtype.kind not in "iuO":
             raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
         if array.ndim == 0:
@@ -722,8 +856,8 @@ def _mask(mask: NDArray[Any], pairs: tuple[int, ...]) -> NDArray[np.bool_]:
 
 def _bias(bias: NDArray[Any], pairs: tuple[int, ...]) -> NDArray[Any]:
     native = bias.dtype.newbyteorder("=")
-    if native not in dtypes.BIAS:
-        text = f"bias: expected dtype float16, float32 or float64, got {bias.dtype}"
+    if native not in dtypes.BIAS and dtypes.storage_name(native) is None:
+        text = f"bias: expected dtype float16, bfloat16, float32 or float64, got {bias.dtype}"
         if dtypes.is_float(native):
             raise NotImplementedError(f"{text}, which is not built yet")
         raise TypeError(text)
@@ -731,10 +865,14 @@ def _bias(bias: NDArray[Any], pairs: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _real_array(name: str, x: NDArray[Any]) -> NDArray[Any]:
-    """Return integers or floats in native byte order."""
+    """Return integers or floats of NumPy's own, in native byte order and in host memory."""
+    if isinstance(x, DeviceArray):
+        x = device_arrays.copied(x)
+    x = dtypes.widen(x)
     native = x.dtype.newbyteorder("=")
     if native.kind not in "iu" and native not in dtypes.BIAS:
-        text = f"{name}: expected dtype float16, float32, float64 or integers, got {x.dtype}"
+        expected = "dtype float16, bfloat16, float32, float64 or integers"
+        text = f"{name}: expected {expected}, got {x.dtype}"
         if dtypes.is_float(native):
             raise NotImplementedError(f"{text}, which is not built yet")
         raise TypeError(text)
@@ -775,6 +913,21 @@ def _bound_softcap(cap: float) -> Tree:
 
 def _bound_alibi(slopes: NDArray[Any]) -> Tree:
     return resolve("alibi_slopes", functools.partial(mods.alibi, slopes=slopes), SCORE_MOD)
+
+
+def _describe_bound(name: str, value: Any) -> NDArray[Any] | None:
+    """Describe an array on a GPU that a function is bound to; a single number is copied."""
+    found = device_arrays.describe(name, value)
+    if found is None or found.ndim:
+        return found
+    return dtypes.widen(device_arrays.copied(found))
+
+
+def _binds_device_arrays(tree: Tree | None) -> bool:
+    """Whether a function is bound to an array on a GPU."""
+    if isinstance(tree, Combination):
+        return any(map(_binds_device_arrays, tree.parts))  # type: ignore[arg-type]
+    return tree is not None and any(type(x) is DeviceArray for x in tree.values)
 
 
 def _bound_arrays(name: str, tree: Tree | None) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -33,7 +33,7 @@ def forward(
     problem : Problem
         The call.
     out : ndarray
-        ``(B, Hq, Nq, Dv)``, written.
+        ``(B, Hq, Nq, Dv)``, written: rounded to its dtype in the end, and nothing before.
     lse : ndarray
         ``(B, Hq, Nq)``, written.
     progress : callable, optional
@@ -243,11 +243,11 @@ def _scores(
     slope: Any = 1.0
     seen = visible.copy()  # where an index that is out of range is an error
     if p.mask_mod is not None:
-        mask_mod = Dense("mask_mod", p.mask_mod, p.dtype)
+        mask_mod = Dense("mask_mod", p.mask_mod, p.compute)
         visible &= mask_mod(item, head, pos, j)
         mask_mod.check_indices(seen)
     for tree in p.score_mods:
-        score_mod = Dense("score_mod", tree, p.dtype)
+        score_mod = Dense("score_mod", tree, p.compute)
         if derive:
             s, own = score_mod.derive(s, item, head, pos, j)
             slope = np.where((slope == 0.0) | (own == 0.0), 0.0, slope * own)
@@ -256,7 +256,7 @@ def _scores(
         score_mod.check_indices(seen)
     visible &= s != -np.inf
     if p.bias is not None:
-        bias = p.bias[b, h, :n_q, :n_kv].astype(p.dtype).astype(np.float64)
+        bias = p.bias[b, h, :n_q, :n_kv].astype(p.compute).astype(np.float64)
         visible &= bias != -np.inf  # selected, not added: it hides a NaN score too
         s = s + bias
         visible &= s != -np.inf

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 import nattn
 from nattn import masks, mods, reference
-from nattn.dtypes import ErrorBudget, error_budget, pair_budget, sum_budget
+from nattn.dtypes import (
+    ErrorBudget,
+    error_budget,
+    gradient_dtype,
+    pair_budget,
+    storage_name,
+    stored,
+    sum_budget,
+)
 from nattn.problem import WRT, Problem
 
 Array = NDArray[Any]
@@ -429,13 +437,23 @@ CASES = [
 
 @dataclass(frozen=True)
 class Truth:
-    """The float64 result of a call and how far a backend may be from it, row by row."""
+    """The float64 result of a call and how far a backend may be from it, row by row.
+
+    The budget is that of the computation; `stored_budget` takes in the rounding to what is stored.
+    """
 
     problem: Problem
     out: Array
     lse: Array
     visible: NDArray[np.bool_]
     budget: ErrorBudget
+
+    def stored_budget(self) -> Array:
+        """How far each element of a backend's out may be from the truth."""
+        error = self.budget.out[..., None]
+        if self.problem.dtype == self.problem.compute:
+            return error
+        return stored(self.problem.storage, self.out, error)
 
 
 def visible_pairs(p: Problem) -> NDArray[np.bool_]:
@@ -454,7 +472,7 @@ def visible_pairs(p: Problem) -> NDArray[np.bool_]:
         visible &= p.mask
     if p.bias is not None:
         with np.errstate(over="ignore"):  # rounded as every backend rounds it
-            visible &= p.bias.astype(p.dtype) != -np.inf
+            visible &= p.bias.astype(p.compute) != -np.inf
     return visible
 
 
@@ -482,7 +500,9 @@ def budget(p: Problem, visible: NDArray[np.bool_]) -> ErrorBudget:
         v = np.abs(p.v[:, heads].astype(np.float64))
         v = np.where(np.isfinite(v), v, 0.0).max(axis=3, initial=0.0)
         max_v = np.where(visible, v[:, :, None, :], 0.0).max(axis=3, initial=0.0)
-    return error_budget(p.dtype, count, score, max_v, p.D, score_error=error, dropout_p=p.dropout_p)
+    return error_budget(
+        p.compute, count, score, max_v, p.D, score_error=error, dropout_p=p.dropout_p
+    )
 
 
 def modified(p: Problem, score: Array, size: Array) -> tuple[Array, Array]:
@@ -491,7 +511,7 @@ def modified(p: Problem, score: Array, size: Array) -> tuple[Array, Array]:
     `size` is that of the dot products without cancellation: of their ``D`` roundings and that of
     the scale.
     """
-    u = float(np.finfo(p.dtype).eps) / 2
+    u = float(np.finfo(p.compute).eps) / 2
     new, error = np.empty(score.shape), np.empty(score.shape)
     for b, h in np.ndindex(p.B, p.Hq):
         pos = np.arange(p.Nq)[:, None] + p.q_offset[b]
@@ -499,7 +519,7 @@ def modified(p: Problem, score: Array, size: Array) -> tuple[Array, Array]:
         exact = [rounding.Rounded(x, np.zeros(x.shape), u) for x in indices]
         s = rounding.Rounded(score[b, h], (p.D + 1) * u * size[b, h], u)
         for tree in p.score_mods:
-            s = rounding.run(tree, p.dtype, s, *exact).as_float()
+            s = rounding.run(tree, p.compute, s, *exact).as_float()
         new[b, h], error[b, h] = np.abs(s.x), s.error
     return new, error
 
@@ -519,9 +539,10 @@ def check(backend: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, 
     out, lse = nattn.attention(q, k, v, return_lse=True, backend=backend, **options)
     t = truth(q, k, v, **options)
     assert out.shape == t.problem.out_shape
-    assert out.dtype == lse.dtype == t.problem.dtype
+    assert out.dtype == t.problem.dtype
+    assert lse.dtype == t.problem.compute
     assert out.dtype.isnative
-    assert_near(t.problem.as_bhnd(out), t.out, t.budget.out[..., None])
+    assert_near(t.problem.as_bhnd(out), t.out, t.stored_budget())
     assert_near(lse.reshape(t.lse.shape), t.lse, t.budget.lse)
     return out, lse
 
@@ -542,8 +563,7 @@ def incoming(p: Problem, seed: int = 5) -> tuple[Array, Array]:
     """Return some dout and dlse for a call, in the caller's rank and layout."""
     rng = np.random.default_rng(seed)
     dout = rng.standard_normal(p.out_shape).astype(p.dtype)
-    dlse = rng.standard_normal((p.B, p.Hq, p.Nq)).astype(p.dtype)
-    return dout, p.as_given(dlse)
+    return dout, rng.standard_normal(p.lse_shape).astype(p.compute)
 
 
 def has_gradients(p: Problem) -> tuple[str, ...]:
@@ -558,17 +578,15 @@ def gradient_truth(
     t = truth(q, k, v, **options)
     p = t.problem
     dout = p.as_bhnd(dout).astype(p.dtype)
-    dlse = None if dlse is None else np.asarray(dlse, p.dtype).reshape(t.lse.shape)
+    dlse = None if dlse is None else np.asarray(dlse, p.compute).reshape(t.lse.shape)
     found = reference.backward(p, dout, t.out, t.lse, dlse, frozenset(has_gradients(p)))
     budget = gradient_budget(t, dout, np.zeros(t.lse.shape) if dlse is None else dlse)
     gradients = {name: as_given(p, name, x) for name, x in found.items()}
     for name, x in gradients.items():
         budget[name] = as_given(p, name, budget[name])
-        if name in p.given and p.given[name][1].kind == "f":  # and it is rounded to what was given
-            info = np.finfo(p.given[name][1].newbyteorder("="))
-            budget[name] = (
-                budget[name] + float(info.eps) * np.abs(x) + float(info.smallest_subnormal)
-            )
+        dtype = gradient_dtype(p.given[name][1], p.compute) if name in p.given else p.dtype
+        if dtype != p.compute:  # and it is rounded to what was given
+            budget[name] = stored(storage_name(dtype) or "", x, budget[name])
     return GradientTruth(p, gradients, budget)
 
 
@@ -588,8 +606,9 @@ def gradient_budget(t: Truth, dout: Array, dlse: Array) -> dict[str, Array]:
     What is not finite has no error; it counts for nothing in the budget of what is.
     """
     p = t.problem
-    double = 2 if p.dtype == np.float64 else 1
-    u = double * float(np.finfo(p.dtype).eps) / 2
+    double = 2 if p.compute == np.float64 else 1
+    u = double * float(np.finfo(p.compute).eps) / 2
+    off_out = np.broadcast_to(t.stored_budget(), t.out.shape)  # what was stored is read again
     shapes = {"q": p.q.shape, "k": p.k.shape, "v": p.v.shape, "bias": p.bias_shape or ()}
     shapes |= {"sinks": (p.Hq,), "alibi_slopes": (p.B, p.Hq)}
     # of each sum the errors, the sizes and the number of its terms
@@ -618,12 +637,12 @@ def gradient_budget(t: Truth, dout: Array, dlse: Array) -> dict[str, Array]:
             kept, factor = reference._kept(p, b, h, visible), 1.0 / (1.0 - p.dropout_p)
             dp = np.where(kept, do @ keys.T.astype(np.float64) * factor, 0.0)
             delta = (do * out).sum(axis=1, keepdims=True) - dl
-            out_error = clean(t.budget.out[b, h, :n_q, None])
+            out_error = clean(off_out[b, h, :n_q])
             lse_error = clean(t.budget.lse[b, h, :n_q, None])
             delta_error = (np.abs(do) * (out_error + (p.Dv + 1) * u * np.abs(out))).sum(1)
             delta_error = delta_error[:, None] + u * (np.abs(delta) + np.abs(dl))
             pair = pair_budget(
-                p.dtype,
+                p.compute,
                 prob,
                 exponent,
                 dp,
@@ -673,7 +692,7 @@ def gradient_budget(t: Truth, dout: Array, dlse: Array) -> dict[str, Array]:
                     sums[(0, *at)] += factor_ * error
                     sums[(1, *at)] += factor_ * amount
                     sums[(2, *at)] += count.sum(axis=1)[:, None]
-    return {name: sum_budget(p.dtype, *sums) for name, sums in total.items()}
+    return {name: sum_budget(p.compute, *sums) for name, sums in total.items()}
 
 
 def scores_error(p: Problem, b: int, h: int, size: Array, s: Array) -> tuple[Array, Array]:
@@ -681,7 +700,7 @@ def scores_error(p: Problem, b: int, h: int, size: Array, s: Array) -> tuple[Arr
 
     `size` is that of the dot products without cancellation, without the scale.
     """
-    u = float(np.finfo(p.dtype).eps) / 2
+    u = float(np.finfo(p.compute).eps) / 2
     n_q, n_kv = s.shape
     error = (p.D + 2) * u * abs(p.scale) * size
     slope_error = np.zeros(s.shape)
@@ -693,7 +712,7 @@ def scores_error(p: Problem, b: int, h: int, size: Array, s: Array) -> tuple[Arr
         score = rounding.Rounded(p.scale * (q @ k.T), error, u)
         slope = rounding.Rounded(np.ones(s.shape), np.zeros(s.shape), u)
         for tree in p.score_mods:
-            score, own = rounding.derive(tree, p.dtype, score, *exact)
+            score, own = rounding.derive(tree, p.compute, score, *exact)
             slope = slope * own
         error, slope_error = score.error, slope.error
     if p.bias is not None:
@@ -733,8 +752,9 @@ def assert_gradients_near(got: Any, t: GradientTruth, wrt: tuple[str, ...]) -> N
             assert x is None, name
             continue
         assert x is not None, name
-        dtype = t.problem.given[name][1] if name in t.problem.given else t.problem.dtype
-        assert x.dtype == (dtype.newbyteorder("=") if dtype.kind == "f" else t.problem.dtype)
+        p = t.problem
+        given = p.given[name][1] if name in p.given else p.dtype
+        assert x.dtype == gradient_dtype(given, p.compute)
         assert x.dtype.isnative
         assert x.shape == t.gradients[name].shape
         try:
@@ -763,6 +783,27 @@ def assert_near(got: Array, expected: Array, tolerance: Array | float) -> None:
             f"error {error[at]:.3g}, allowed {allowed:.3g}; "
             f"{np.count_nonzero(excess > 0)} of {excess.size} are too far"
         )
+
+
+class OnDevice:
+    """What has a CUDA array interface, though what lies at its address is a NumPy array.
+
+    Only a kernel of the simulator may read it there: the library, which cannot know, must not.
+    """
+
+    def __init__(self, array: Array, **interface: Any) -> None:
+        self.array = array
+        self.interface = interface
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        x = self.array
+        found = {"shape": x.shape, "strides": x.strides, "typestr": x.dtype.str, "version": 3}
+        return found | {"data": (x.ctypes.data, not x.flags.writeable)} | self.interface
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
 
 
 def gaussian(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Array:

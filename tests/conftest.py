@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Callable
 
@@ -9,12 +10,30 @@ import children
 import pytest
 from hypothesis import settings
 
+from nattn.api import load_backend
+
 # Derandomised: a run that fails can be repeated, and what passed once does not fail on others.
 settings.register_profile("nattn", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("nattn")
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@functools.cache
+def why_no_gpu() -> str | None:
+    """Return what is missing for the cuda backend; None with a GPU, and in the simulator."""
+    try:
+        load_backend("cuda")
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    if item.get_closest_marker("gpu") is not None and (reason := why_no_gpu()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> str:
     """Every backend keeps the same contract, so every test of the contract runs on each."""
     return str(request.param)

@@ -7,6 +7,8 @@ of a call with modifiers is derived from the user's function too, whatever it do
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +54,11 @@ class Rounded(np.lib.mixins.NDArrayOperatorsMixin):
             if x.dtype.kind == "f" and ufunc not in (np.negative, np.absolute):
                 operands = [a.as_float() for a in operands]
             error = np.broadcast_to(_ERRORS[ufunc](x, self.u, *operands), x.shape)
+            if ufunc in _EXACT and not any(a.error.any() for a in operands):
+                # Of exact operands a result that needs no rounding is exact. That of short ones is
+                # seen: it is short as well. Of others NumPy's own may be rounded.
+                short = functools.reduce(np.logical_and, [_short(y.x) for y in operands], _short(x))
+                error = np.where(short, 0.0, error)
         return Rounded(x, error, self.u)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -74,8 +81,12 @@ class Rounded(np.lib.mixins.NDArrayOperatorsMixin):
         if isinstance(x, Rounded):
             return x
         array = np.asarray(x)
-        error = self.u * np.abs(array) if array.dtype.kind == "f" else np.zeros(array.shape)
-        return Rounded(array, np.where(np.isfinite(error), error, 0.0), self.u)
+        if array.dtype.kind != "f":
+            return Rounded(array, np.zeros(array.shape), self.u)
+        error = self.u * np.abs(array)
+        exact = self.u < 2.0**-30 or _short(array)  # as every backend holds it
+        error = np.where(exact | ~np.isfinite(error), 0.0, error)
+        return Rounded(array, error, self.u)
 
     def as_float(self) -> Rounded:
         """Convert integers, which may not fit the backend's float."""
@@ -103,6 +114,12 @@ class Table:
 
 
 Errors = Callable[..., Any]
+
+
+def _short(x: NDArray[Any]) -> Any:
+    """Tell which numbers a float32 holds without rounding."""
+    with np.errstate(all="ignore"):
+        return x == x.astype(np.float32)
 
 
 def _product(r: Any, u: float, a: Rounded, b: Rounded) -> Any:
@@ -144,6 +161,44 @@ def _any(r: Any, u: float, *operands: Rounded) -> Any:
     return np.maximum(operands[0].error, operands[-1].error)
 
 
+def _choice(sign: float) -> Errors:
+    """Pass on the error of the operand that is the smaller one, of ``sign * x``, or both may be."""
+
+    def error(r: Any, u: float, a: Rounded, b: Rounded) -> Any:
+        apart = sign * (b.x - a.x) - a.error - b.error
+        surely_b = sign * (a.x - b.x) - a.error - b.error > 0
+        both = np.maximum(a.error, b.error)
+        return np.where(apart > 0, a.error, np.where(surely_b, b.error, both))
+
+    return error
+
+
+def _corners(function: Callable[..., Any], units: int) -> Errors:
+    """Pass on the error of a function that is monotone in each operand, on each side of 0."""
+
+    def error(r: Any, u: float, a: Rounded, b: Rounded) -> Any:
+        passed = np.zeros(r.shape)
+        for x in (a.x - a.error, a.x + a.error, np.where(np.abs(a.x) < a.error, 0.0, a.x)):
+            for y in (b.x - b.error, b.x + b.error):
+                passed = np.maximum(passed, np.abs(function(x, y) - r))  # a NaN stays one
+        passed = np.where(np.isnan(passed), np.inf, passed)
+        return np.where(np.isfinite(r), passed + units * u * np.abs(r), 0.0)
+
+    return error
+
+
+def _floor(r: Any, u: float, a: Rounded) -> Any:
+    return np.maximum(np.floor(a.x + a.error) - r, r - np.floor(a.x - a.error))
+
+
+def _sign(r: Any, u: float, a: Rounded) -> Any:
+    return np.where((a.error > 0) & (np.abs(a.x) <= a.error), 1.0 + np.abs(r), 0.0)
+
+
+def _exactly(r: Any, u: float, a: Rounded) -> Any:
+    return np.zeros(r.shape)
+
+
 _ERRORS: dict[Any, Errors] = {
     np.add: _sum,
     np.subtract: _sum,
@@ -151,8 +206,14 @@ _ERRORS: dict[Any, Errors] = {
     np.true_divide: _quotient,
     np.negative: _any,
     np.absolute: _any,
-    np.minimum: _any,
-    np.maximum: _any,
+    np.minimum: _choice(1.0),
+    np.maximum: _choice(-1.0),
+    np.power: _corners(np.power, FUNCTION),
+    np.floor_divide: _corners(np.floor_divide, 0),
+    np.floor: _floor,
+    np.sign: _sign,
+    np.exp2: _unary(lambda a: math.log(2) * np.exp2(a.x + a.error)),
+    np.expm1: _unary(lambda a: np.exp(a.x + a.error)),
     np.exp: _unary(lambda a: np.exp(a.x + a.error)),
     np.tanh: _unary(lambda a: 1 - np.tanh(np.maximum(np.abs(a.x) - a.error, 0.0)) ** 2),
     np.sin: _unary(lambda a: 1.0),
@@ -172,8 +233,12 @@ _ERRORS: dict[Any, Errors] = {
     np.bitwise_and: _any,
     np.bitwise_or: _any,
     np.invert: _any,
-    np.isnan: lambda r, u, a: np.zeros(r.shape),
+    np.isnan: _exactly,
+    np.isfinite: _exactly,
 }
+
+_EXACT = {np.add, np.subtract, np.multiply, np.true_divide}
+"""What every backend rounds correctly."""
 
 
 def run(tree: Any, dtype: np.dtype, *args: Any) -> Any:

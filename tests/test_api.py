@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import children
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import CASES, Case, check, check_gradients, gate, gaussian, in_step, qkv, thin
@@ -19,8 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nattn
-from nattn import api
+from nattn import api, reference
 from nattn.problem import Problem
+
+NARROW = [np.float16, ml_dtypes.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -79,6 +82,115 @@ def test_auto_is_cpu() -> None:
     q, k, v = qkv(1, 1, 20, 20, 8)
     auto, cpu = nattn.attention(q, k, v), nattn.attention(q, k, v, backend="cpu")
     np.testing.assert_array_equal(auto, cpu)
+
+
+# Backends and what they take
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("chosen", ["auto", "cpu"])
+def test_the_cpu_names_all_that_it_does_not_take(chosen: str, dtype: Any) -> None:
+    q, k, v = (x.astype(dtype) for x in qkv(1, 2, 5, 7, 4))
+    out = np.full(q.shape, 7, dtype)
+    name = np.dtype(dtype).name
+    with pytest.raises(NotImplementedError) as caught:
+        nattn.attention(q, k, v, out=out, backend=chosen)
+    text = str(caught.value)
+    assert text.startswith(
+        f"q, k, v: expected dtype float32 or float64 on the cpu backend, got {name}"
+    )
+    assert ".astype(np.float32), or pass backend='cuda' or 'reference'" in text
+    lse = np.zeros((1, 2, 5), np.float32)
+    with pytest.raises(NotImplementedError, match=r"^q, k, v: expected dtype float32"):
+        nattn.attention_backward(out, q, k, v, out, lse, backend=chosen)
+    assert np.all(out == 7)
+    bf16: Any = {name: np.ones(2, ml_dtypes.bfloat16) for name in ("alibi_slopes", "sinks")}
+    bias = np.ones((5, 7), ml_dtypes.bfloat16)
+    with pytest.raises(NotImplementedError) as caught:
+        nattn.attention(q, k, v, bias=bias, **bf16, backend=chosen)
+    for word in ("q, k, v: ", "; bias: ", "; sinks: ", "; alibi_slopes: "):
+        assert word in str(caught.value)
+    wide = (x.astype("f4") for x in (q, k, v))
+    with pytest.raises(NotImplementedError, match=r"^bias: expected .*float64 .*got bfloat16"):
+        nattn.attention(*wide, bias=bias, backend=chosen)
+
+
+def test_bfloat16_beside_wider_arrays() -> None:
+    q, k, v = qkv(1, 2, 5, 7, 4)
+    numbers = gaussian(5, 7).astype(ml_dtypes.bfloat16)
+    options: dict[str, Any] = {
+        "bias": numbers,
+        "sinks": numbers[0, :2],
+        "alibi_slopes": numbers[1, :2],
+    }
+    check_gradients("reference", q, k, v, **options)
+    check("reference", q, k, v, **options)
+    wide = {name: x.astype("f4") for name, x in options.items()}
+    np.testing.assert_array_equal(
+        nattn.attention(q, k, v, backend="reference", **options),
+        nattn.attention(q, k, v, backend="reference", **wide),
+    )
+
+
+class Door:
+    """What a cuda backend shows of itself."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.seen: list[Problem] = []
+
+    def check_usable(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def forward(self, problem: Problem, out: Any, lse: Any, progress: Any = None) -> None:
+        self.seen.append(problem)
+        reference.forward(problem, out, lse, progress=progress)
+
+    def backward(self, problem: Problem, *args: Any, progress: Any = None) -> Any:
+        self.seen.append(problem)
+        return reference.backward(problem, *args, progress=progress)
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, np.float32, np.float64])
+def test_cuda_gets_arrays_in_host_memory(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    door: Any = Door()
+    monkeypatch.setitem(api._loaded, "cuda", door)
+    q, k, v = qkv(1, 2, 5, 7, 4, dtype=dtype)
+    out, lse = check("cuda", q, k, v)
+    assert type(out) is type(lse) is np.ndarray
+    check_gradients("cuda", q, k, v)
+    assert [p.storage for p in door.seen] == [np.dtype(dtype).name] * 3
+    assert all(p.kind is None for p in door.seen)
+
+
+def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    door: Any = Door(RuntimeError("no driver"))
+    monkeypatch.setitem(api._loaded, "cuda", door)
+    q, k, v = qkv(1, 2, 5, 7, 4)
+    out = np.full(q.shape, 7, np.float32)
+    with pytest.raises(RuntimeError, match="no driver"):
+        nattn.attention(q, k, v, out=out, backend="cuda")
+    with pytest.raises(RuntimeError, match="no driver"):
+        nattn.attention_backward(q, q, k, v, q, out[..., 0], backend="cuda")
+    assert np.all(out == 7)
+    assert door.seen == []
+    with pytest.raises(ValueError, match=r"^k: expected"):  # bad input is bad anywhere
+        nattn.attention(q, k[..., :3], v, backend="cuda")
+
+
+def test_cuda_without_numba_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(api._loaded, "cuda", raising=False)
+    monkeypatch.setitem(api._MODULES, "cuda", "no_numba_cuda_here.launch")
+    q, k, v = qkv(1, 2, 5, 7, 4)
+    expected = r"numba-cuda .*no_numba_cuda_here.*pip install .nattn\[cuda13\]. or .nattn\[cuda12\]"
+    with pytest.raises(RuntimeError, match=expected) as caught:
+        nattn.attention(q, k, v, backend="cuda")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert "cuda" not in api._loaded
+    monkeypatch.setitem(api._MODULES, "cuda", "nattn.no_such_file")  # is a mistake in nattn
+    with pytest.raises(ModuleNotFoundError, match="no_such_file"):
+        nattn.attention(q, k, v, backend="cuda")
 
 
 def test_without_lse_is_the_same(backend: str) -> None:

@@ -23,9 +23,8 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from nattn import dual, functions, lanes, mods
+from nattn import dual, functions, lanes, mods, trees
 from nattn.cpu import score
-from nattn.cpu.jit import inlined
 from nattn.dual import Dual, chain, seed, tangent, value
 from nattn.elementary import I64
 from nattn.lanes import Lanes, Tile
@@ -803,29 +802,11 @@ def test_every_built_in_is_tested() -> None:
     assert {"softcap", "alibi", "gaussian_window"} <= built_in() <= set(registry.MODS)
 
 
-def evaluator(tree: functions.Tree, first: int = 0) -> tuple[Any, int]:
-    """Return ``f(tile, params, outside, args)`` for a modifier, on lanes or dual numbers."""
-    if isinstance(tree, functions.Bound):
-        return score._evaluator(tree, first)
-    parts = []
-    for part in tree.parts:
-        f, first = evaluator(part, first)  # type: ignore[arg-type]
-        parts.append(f)
-    return functools.reduce(_composed, parts), first
-
-
-def _composed(f: Any, g: Any) -> Any:
-    def composed(tile: Any, params: int, outside: Any, args: Any) -> Any:
-        return g(tile, params, outside, (f(tile, params, outside, args), *args[1:]))
-
-    return inlined(composed)
-
-
 @functools.cache
 def derivatives(tile: Tile, name: str) -> Array:
     """Return the derivatives of a modifier at `scores`, keys first."""
     tree = functions.resolve(name, modifiers()[name], functions.SCORE_MOD)
-    evaluate, _ = evaluator(tree)
+    evaluate, _ = trees.evaluator(tree, 0, score.TOOLS, dual.as_dual)
     W, size, Nq, Nk = tile.W, tile.itemsize, SIZES.Nq, SIZES.Nk
     item, head = ITEM
 
@@ -842,7 +823,7 @@ def derivatives(tile: Tile, name: str) -> Array:
                 r = dual.as_dual(tile, evaluate(tile, params, outside, (x, b, h, q_idx, j)))
                 lanes.store(out + at, chain(tile, lanes.splat(tile, 2.0), r))
 
-    words = np.array([*score._words(tree), 0], np.int64)
+    words = np.array([*trees.words(tree), 0], np.int64)
     rows, x = np.arange(SIZES.Nq), np.ascontiguousarray(scores(tile.dtype).T)
     out = np.empty_like(x)
     addresses = (a.ctypes.data for a in (words, rows, x, out))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nattn import elementary
 from nattn.cpu import tiles
-from nattn.elementary import Vector
+from nattn.elementary import Vector, vector_type
 
 Array = NDArray[Any]
 Emitter = Callable[[Vector, Vector], Vector]
@@ -87,7 +87,7 @@ ELEMENTS = {
 def compiled(dtype: str, W: int) -> tuple[list[str], Callable[..., None]]:
     """Return the names of the functions, and ``run(which, n, x, y, out)`` of addresses."""
     emitters = INTEGER_EMITTERS if dtype == "int64" else EMITTERS
-    vector = ir.VectorType(ELEMENTS[dtype], W)
+    vector = vector_type(ELEMENTS[dtype], W)
     size = np.dtype(dtype).itemsize
 
     def emit_step(typingctx: Any, which: Any, x: Any, y: Any, out: Any) -> Any:

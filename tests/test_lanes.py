@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from nattn import lanes
 from nattn.cpu import tiles
-from nattn.elementary import I64
+from nattn.elementary import I64, constant, vector_type
 from nattn.lanes import Lanes, Layout, Struct, Tile, view
 
 Array = NDArray[Any]
@@ -63,13 +63,11 @@ def _load_as(typingctx: Any, tile: Any, kind: Any, address: Any) -> Any:
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         if name == "narrow":
-            return b.trunc(lanes._load(b, args[2], ir.VectorType(I64, to.width)), to.llvm)
+            return b.trunc(lanes._load(b, args[2], vector_type(I64, to.width)), to.llvm)
         if name != "bool":
             return lanes._load(b, args[2], to.llvm)
-        stored = ir.VectorType(ir.IntType(8), to.width)
-        return b.icmp_signed(
-            "!=", lanes._load(b, args[2], stored), ir.Constant(stored, [0] * to.width)
-        )
+        stored = vector_type(ir.IntType(8), to.width)
+        return b.icmp_signed("!=", lanes._load(b, args[2], stored), constant(stored, 0))
 
     return to(tile, kind, types.int64), codegen
 
@@ -86,7 +84,7 @@ def _store_each(typingctx: Any, address: Any, pitch: Any, results: Any) -> Any:
             assert isinstance(ty, Lanes)
             value = b.extract_value(args[2], n)
             if ty.dtype == types.boolean:
-                value = b.zext(value, ir.VectorType(ir.IntType(8), ty.width))
+                value = b.zext(value, vector_type(ir.IntType(8), ty.width))
             lanes._store(b, at, I64(KINDS.index(str(ty.dtype)) + (ty.width << 32)))
             lanes._store(b, b.add(at, I64(8)), value)
             at = b.add(at, args[1])

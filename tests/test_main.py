@@ -144,6 +144,7 @@ def test_info_as_json() -> None:
     facts = json.loads(done.stdout)
     assert facts["nattn"] == nattn.__version__
     assert facts["processors"] >= 1
+    assert "numba-cuda" in facts["gpu"]
 
 
 def test_demo(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import functools
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from cases import CASES, Case, assert_near, qkv, truth
+from cases import CASES, Case, assert_near, check, check_gradients, qkv, truth
 
 import nattn
 from nattn.functions import Combination
@@ -16,6 +17,7 @@ from nattn.mods import keep
 from nattn.problem import Problem
 
 nan, inf = math.nan, math.inf
+NARROW = [np.float16, ml_dtypes.bfloat16]
 
 
 def attend(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
@@ -352,7 +354,7 @@ def naive_row(
             slopes = options["alibi_slopes"]
             s -= float(slopes[b][h] if np.ndim(slopes) == 2 else slopes[h]) * abs(pos - j)
         if p.bias is not None:
-            s += float(p.dtype.type(p.bias[b, h, i, j]))
+            s += float(p.compute.type(p.bias[b, h, i, j]))
         if s != -inf:
             scores[j] = s
     sink = float(options["sinks"][h]) if "sinks" in options else -inf
@@ -382,6 +384,34 @@ def test_against_plain_loops(case: Case) -> None:
         out, lse = naive_row(t.problem, options, *row)
         assert_near(t.out[row], np.array(out), t.budget.out[row])
         assert_near(t.lse[row], np.array(lse), t.budget.lse[row])
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_narrow_storage(case: Case, dtype: Any) -> None:
+    q, k, v, options = case.make(dtype)
+    check("reference", q, k, v, **options)
+    check_gradients("reference", q, k, v, **options)
+
+
+def test_a_narrow_result_is_the_rounded_wide_one() -> None:
+    for dtype in NARROW:
+        q, k, v = qkv(1, 2, 30, 40, 8, dtype=dtype)
+        narrow = nattn.attention(q, k, v, scale=0.25, backend="reference")
+        wide = (x.astype("f8") for x in (q, k, v))
+        expected = nattn.attention(*wide, scale=0.25, backend="reference")
+        np.testing.assert_array_equal(narrow, expected.astype(dtype))
+
+
+def test_a_result_too_large_for_float16_is_infinite() -> None:
+    # the one key is kept, and its value counts twice
+    options: dict[str, Any] = {"dropout_p": 0.5, "backend": "reference"}
+    options["seed"] = next(n for n in range(99) if keep(0, 0, 0, 0, n, 0.5))
+    q, k, v = (np.full((1, 1), x, "f2") for x in (1, 1, 60000))
+    with np.errstate(all="raise"):
+        out, lse = nattn.attention(q, k, v, return_lse=True, **options)
+        grads: Any = nattn.attention_backward(v, q, k, v, v, lse, **options)
+    assert out.tolist() == grads.dv.tolist() == [[inf]]
 
 
 def test_a_float32_result_is_the_rounded_float64_one() -> None:

@@ -19,24 +19,18 @@ mask and bias are one function, for each type in which they are stored.
 
 from __future__ import annotations
 
-import linecache
-import re
-import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core.errors import NumbaError
 from numpy.typing import NDArray
 
-from .. import functions, mods
+from .. import mods
 from ..dual import as_dual, chain, seed
 from ..dual import value as value_of
-from ..functions import Bound, Tree
+from ..functions import Tree
 from ..lanes import (
     INDEX_BOUND,
-    Layout,
     Struct,
     Tile,
     as_condition,
@@ -60,6 +54,8 @@ from ..lanes import (
     view,
     write_int64,
 )
+from ..trees import Source, Tools, compilable, evaluator, explained, words
+from ..trees import raise_outside as raise_outside  # for the callers of tile functions
 from .jit import device, inlined, kernel
 
 SIGNATURE = "int64(int64, int64, int64, int64)"
@@ -195,119 +191,7 @@ def operand_function(tile: Tile, operand: NDArray[Any]) -> TileFunction:
 
 # Users' functions
 
-
-@dataclass(frozen=True)
-class Source:
-    """A tree of users' functions as something to compile: equal if the code would be.
-
-    Attributes
-    ----------
-    key : tuple
-        The hash of each function and the types of what it is bound to.
-    tree : Bound or Combination
-        The functions.
-    """
-
-    key: tuple[Any, ...]
-    tree: Tree = field(compare=False, repr=False)
-
-
-def _kind(value: functions.Value) -> tuple[Any, ...]:
-    """Return how a bound value is passed: see `nattn.lanes.Layout`."""
-    if isinstance(value, np.ndarray):
-        far = max((*map(abs, value.strides), *value.shape)) >= 1 << 31
-        return ("array", value.dtype.name, value.ndim, far)
-    return (type(value).__name__,)
-
-
-def _key(tree: Tree) -> tuple[Any, ...]:
-    if isinstance(tree, Bound):
-        kinds = tuple(map(_kind, tree.values))
-        return (functions.digest(tree.function), tree.order, kinds)
-    return (tree.operator, *(_key(part) for part in tree.parts))  # type: ignore[arg-type]
-
-
-def _words(tree: Tree) -> list[int]:
-    """Return what the functions are bound to as 8-byte words, in the order of the tree."""
-    if not isinstance(tree, Bound):
-        return [word for part in tree.parts for word in _words(part)]  # type: ignore[arg-type]
-    words: list[int] = []
-    for x in tree.values:
-        if isinstance(x, np.ndarray):
-            words += [x.ctypes.data, *x.shape, *x.strides]
-        elif isinstance(x, float):
-            words += struct.unpack("q", struct.pack("d", x))
-        else:
-            words.append(int(x))
-    return words
-
-
-def _evaluator(tree: Tree, first: int, convert: Any = as_score) -> tuple[Callable[..., Any], int]:
-    """Return ``f(tile, params, outside, args)`` to be compiled for a tree, and the next word.
-
-    `args` is what the functions are called with, `params` the address of the words of what they
-    are bound to, from word `first` on. A composition converts each score with `convert`.
-    """
-    if isinstance(tree, Bound):
-        layout = Layout(tree.order, tuple(map(_kind, tree.values)), first)
-        function = _callable(tree.function)
-
-        def leaf(tile, params, outside, args):
-            return function(*call_arguments(tile, layout, args, params, outside))
-
-        return inlined(leaf), first + layout.words
-    parts = []
-    for part in tree.parts:
-        evaluate, first = _evaluator(part, first, convert)  # type: ignore[arg-type]
-        parts.append(evaluate)
-    joined = parts[0]
-    if tree.operator == "not":
-        joined = _negated(joined)
-    for part in parts[1:]:
-        if tree.operator == "compose":
-            joined = _composed(joined, part, convert)
-        else:
-            joined = (_both if tree.operator == "and" else _either)(joined, part)
-    return joined, first
-
-
-def _callable(function: Any) -> Callable[..., Any]:
-    """Return a copy of a plain function that compiled code can call."""
-    copy, helpers = functions.frozen(function)
-    for helper in helpers:
-        inlined(helper)
-    result: Callable[..., Any] = inlined(copy)
-    return result
-
-
-def _negated(f):
-    return inlined(
-        lambda tile, params, outside, args: ~as_condition(tile, f(tile, params, outside, args))
-    )
-
-
-def _both(f, g):
-    def both(tile, params, outside, args):
-        x = as_condition(tile, f(tile, params, outside, args))
-        return x & as_condition(tile, g(tile, params, outside, args))
-
-    return inlined(both)
-
-
-def _either(f, g):
-    def either(tile, params, outside, args):
-        x = as_condition(tile, f(tile, params, outside, args))
-        return x | as_condition(tile, g(tile, params, outside, args))
-
-    return inlined(either)
-
-
-def _composed(f, g, convert):
-    def composed(tile, params, outside, args):
-        score = convert(tile, f(tile, params, outside, args))
-        return g(tile, params, outside, (score, *args[1:]))
-
-    return inlined(composed)
+TOOLS = Tools(inlined, call_arguments, as_condition)
 
 
 @device
@@ -391,7 +275,7 @@ def _over_tile(tile, index, packed, step):
 @kernel(SIGNATURE)
 def modify(tile, source, index, packed):
     """Give each score what a modifier makes of it; for the parameters see `_over_tile`."""
-    evaluate, _ = _evaluator(source.tree, 0)
+    evaluate, _ = evaluator(source.tree, 0, TOOLS, as_score)
 
     def step(tile, params, outside, at, deriv, args):
         s = as_score(tile, evaluate(tile, params, outside, (load_old(tile, at), *args)))
@@ -404,7 +288,7 @@ def modify(tile, source, index, packed):
 @kernel(SIGNATURE)
 def modify_and_derive(tile, source, index, packed):
     """Do what `modify` does, and multiply the derivatives by that of the modifier."""
-    evaluate, _ = _evaluator(source.tree, 0, as_dual)
+    evaluate, _ = evaluator(source.tree, 0, TOOLS, as_dual)
 
     def step(tile, params, outside, at, deriv, args):
         r = as_dual(tile, evaluate(tile, params, outside, (seed(load_old(tile, at)), *args)))
@@ -419,7 +303,7 @@ def modify_and_derive(tile, source, index, packed):
 @kernel(SIGNATURE)
 def restrict(tile, source, index, packed):
     """Hide the keys for which a mask function is false; for the parameters see `_over_tile`."""
-    evaluate, _ = _evaluator(source.tree, 0)
+    evaluate, _ = evaluator(source.tree, 0, TOOLS, as_score)
 
     def step(tile, params, outside, at, deriv, args):
         visible = as_condition(tile, evaluate(tile, params, outside, args))
@@ -464,67 +348,10 @@ def user_function(
     one = Tile(tile.dtype, tile.W, 1, 1)
     index = "int32" if positions < INDEX_BOUND else "int64"
     try:
-        address = make(one, Source(_key(tree), tree), index, packed)
+        address = make(one, Source.of(tree), index, packed)
     except NumbaError as error:
-        raise _explained(name, tree, error) from error
-    return TileFunction(address, np.array(_words(tree), np.int64), (tree,))
-
-
-def _leaves(tree: Tree) -> list[Bound]:
-    if isinstance(tree, Bound):
-        return [tree]
-    return [leaf for part in tree.parts for leaf in _leaves(part)]  # type: ignore[arg-type]
-
-
-def _explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
-    """Say which line of a user's function is the trouble, why, and what to do.
-
-    Numba's text holds it all: every call on the way from the line, and what each candidate said.
-    """
-    text = str(error)
-    plain = [
-        f for leaf in _leaves(tree) for f in (leaf.function, *functions.helpers(leaf.function))
-    ]
-    by_file = {f.__code__.co_filename: f.__name__ for f in plain}
-    where = " and ".join(leaf.function.__name__ for leaf in _leaves(tree))
-    for file, line in re.findall(r"[Dd]uring: typing of .*? at (.+?) \((\d+)\)", text):
-        if file in by_file:
-            source = linecache.getline(file, int(line)).strip()
-            where = f'"{file}", line {line}' + (f": {source}" if source else "")
-            break
-    ours = "|".join(("leaf", "both", "either", "composed", *by_file.values()))
-    reasons = [
-        r"(?:TypingError: |nopython mode pipeline.*\n\s*)(?=\S)(?!Failed in|No implementation)(.+)",
-        r"((?:Untyped global name|Unknown attribute|NameError:|Cannot unify|Unsupported) .+)",
-        rf">>> (?!(?:{ours})\()(.+)",
-    ]
-    reason = text.strip().splitlines()[-1]
-    for pattern in reasons:
-        found = re.findall(pattern, text)
-        if found:
-            reason = found[-1] if ">>>" not in pattern else f"there is no {found[-1]}"
-            break
-    reason = re.sub(r"Lanes\((\w+) x \d+[^()]*\)", r"lanes of \1", reason)
-    return TypeError(
-        f"{name}: expected a function that SIMD lanes can express: arithmetic, comparisons, & | ~, "
-        f"np.where in place of if, and NumPy's elementwise functions; got {where}\n{reason}"
-    )
-
-
-def raise_outside(names: tuple[str, ...], troubles: int) -> None:
-    """Raise the error that tile functions could only note: bit n for the n-th of the names.
-
-    Raises
-    ------
-    IndexError
-        If a bound array was indexed out of range for a key that its row sees.
-    """
-    for n, name in enumerate(names):
-        if troubles >> n & 1:
-            raise IndexError(
-                f"{name}: expected indices within the arrays that the function is bound to, got "
-                "one out of range for a visible pair of query and key; the output is undefined"
-            )
+        raise explained(name, tree, error) from error
+    return TileFunction(address, np.array(words(tree), np.int64), (tree,))
 
 
 # Dropout
@@ -544,7 +371,7 @@ def drop(tile, packed):
     """
     head = _head(packed, "int64")
     size, width = tile.itemsize, tile.W
-    philox = _callable(mods.philox)
+    philox = compilable(mods.philox, inlined)
 
     def function(probs, deriv, context, params):
         c = view(CONTEXT, context)

@@ -1,0 +1,1 @@
+"""Attention on NVIDIA GPUs, through numba.cuda."""

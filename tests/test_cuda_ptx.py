@@ -1,0 +1,69 @@
+"""The forward kernels, compiled for real: no stack, no spills, and mostly multiply-adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+
+from cuda_ptx import STORAGE, check_resources, compiled, functions, inner_loops
+
+from nattn.cuda import forward, target, tiles
+
+if target.SIMULATED:
+    pytest.skip("the simulator compiles nothing", allow_module_level=True)
+
+FOR_90 = {("float32", 64, False), ("bfloat16", 128, True)}
+
+FORWARD = [
+    *((storage, D, every) for storage in STORAGE for D in (64, 128) for every in (False, True)),
+    *((storage, 256, False) for storage in STORAGE if storage != "float64"),
+    *((storage, 256, True) for storage in ("float32", "bfloat16")),
+]
+FEW = [
+    *((storage, 64, every) for storage in STORAGE for every in (False, True)),
+    *(("float32", D, False) for D in (128, 256)),
+    ("bfloat16", 128, False),
+]
+
+
+def kernel(storage: str, D: int, everything: bool, few: bool = False, wide: bool = True) -> Any:
+    tile = tiles.query_tile(storage, D, wide, few)
+    return forward.forward_kernel(tile, functions(storage, everything, derive=False))
+
+
+@pytest.mark.parametrize(("storage", "D", "everything"), FORWARD)
+def test_forward(storage: str, D: int, everything: bool) -> None:
+    for_90 = (storage, D, everything) in FOR_90
+    check_resources(kernel(storage, D, everything), forward.ARGS, for_90)
+
+
+@pytest.mark.parametrize(("storage", "D", "everything"), FEW)
+def test_few_queries(storage: str, D: int, everything: bool) -> None:
+    check_resources(kernel(storage, D, everything, few=True), forward.ARGS)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_rows_that_are_read_one_by_one(storage: str) -> None:
+    check_resources(kernel(storage, 64, everything=False, wide=False), forward.ARGS)
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_merge(storage: str) -> None:
+    check_resources(forward.merge_kernel(storage), forward.ARGS)
+
+
+def test_the_inner_loops_multiply_and_add() -> None:
+    loops = inner_loops(compiled(kernel("float32", 64, everything=False), forward.ARGS))
+
+    def products(loop: list[str]) -> int:
+        return sum(line.startswith("fma.rn.f32") for line in loop)
+
+    # Q K and P V; and P V once more, which selects what is visible where a value is not finite
+    of_products = [loop for loop in loops if products(loop) >= 32]
+    plain = [loop for loop in of_products if not any(x.startswith("selp.f32") for x in loop)]
+    assert (len(of_products), len(plain)) == (3, 2)
+    for loop in plain:
+        assert products(loop) >= 0.7 * len(loop), "\n".join(loop)

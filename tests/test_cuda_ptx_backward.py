@@ -1,0 +1,51 @@
+"""The backward kernels, compiled for real: no stack and no spills."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+
+from cuda_ptx import STORAGE, check_resources, functions
+
+from nattn.cuda import backward, target, tiles
+
+if target.SIMULATED:
+    pytest.skip("the simulator compiles nothing", allow_module_level=True)
+
+FOR_90 = {("float32", 64, False), ("bfloat16", 128, True)}
+
+CALLS = [(storage, D, every) for storage in STORAGE for D in (64, 128) for every in (False, True)]
+
+
+@pytest.mark.parametrize(("storage", "D", "everything"), CALLS)
+def test_of_queries(storage: str, D: int, everything: bool) -> None:
+    tile = tiles.row_tile(storage, D, wide=True)
+    kernel = backward.query_kernel(tile, functions(storage, everything, derive=True))
+    check_resources(kernel, backward.ARGS, (storage, D, everything) in FOR_90)
+
+
+@pytest.mark.parametrize(("storage", "D", "everything"), CALLS)
+def test_of_keys_and_values(storage: str, D: int, everything: bool) -> None:
+    tile = tiles.key_tile(storage, D, wide=True)
+    kernel = backward.key_kernel(tile, functions(storage, everything, derive=True))
+    check_resources(kernel, backward.ARGS, (storage, D, everything) in FOR_90)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("storage", STORAGE)
+def test_of_a_bias(storage: str, everything: bool) -> None:
+    tile = tiles.pair_tile(storage, wide=True)
+    kernel = backward.bias_kernel(tile, functions(storage, everything, derive=True), "float32")
+    check_resources(kernel, backward.ARGS)
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_delta(storage: str) -> None:
+    check_resources(backward.delta_kernel(storage), backward.ARGS)
+
+
+@pytest.mark.parametrize("make", ["sink_kernel", "slope_kernel"])
+@pytest.mark.parametrize("storage", ["float32", "float64"])
+def test_sums(storage: str, make: str) -> None:
+    check_resources(getattr(backward, make)(storage, storage), backward.ARGS)
