@@ -466,7 +466,7 @@ def test_the_kinds_of_blocks() -> None:
     block_mask = nattn.BlockMask.from_mask_mod(masks.causal, 2, 1, 5, 7, block_size=2)
     launch = Launch(block_mask=block_mask)
     for b, h, i, pos, key in launch.pairs():
-        kind = score.kind(launch.a, b, h, i, key)
+        kind = simulated().kind(launch.a, b, h, i, key)
         assert kind == block_mask.kinds[b, 0, i // 2, key // 2]
         s = np.float32(1.5)
         changed = launch.steps.change(launch.a, b, h, i, pos, key, s)

@@ -7,7 +7,8 @@ each row, or a few, changes them: a row's maximum and sum never leave the thread
 heads that share a key head share its blocks too: rows are numbered through all of them.
 
 Where queries are few, the keys are cut into spans, one block each, whose results `merge_kernel`
-puts together by their log-sum-exp, in order.
+puts together in order, by the maximum and the sum of each: their logarithm would round away what
+tells huge scores apart.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ ARGS = record(
         *("v", "v_b", "v_h", "v_n", "v_d"),
         *("out", "out_b", "out_h", "out_n", "out_d"),
         # addresses: contiguous (B, Hq, Nq) lse; (Hq,) sinks or 0; where the keys are cut into
-        # spans contiguous (spans, B, Hq, Nq, Dv) and (spans, B, Hq, Nq) of what each gave, or 0
-        *("lse", "sinks", "share", "share_lse"),
+        # spans contiguous (spans, B, Hq, Nq, Dv) of what each gave, or 0, and two of (spans, B, Hq,
+        # Nq): row_max and row_sum of it
+        *("lse", "sinks", "share", "share_max", "share_sum"),
         # the items of this launch, int64; tiles of rows of a key head, spans of keys, both at most
         *("items", "tiles", "spans"),
         *("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv"),
@@ -191,7 +193,7 @@ def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
             for other in range(1, parts):
                 row_sum += stats[other * R + m]
             cuda.syncthreads()
-        inverse, end = dtype(0.0), -inf
+        inverse = dtype(0.0)
         if i >= 0 and i < read_int64(a.q_lens + 8 * b):
             factor = dtype(1.0)
             if a.sinks != 0 and a.share == 0:
@@ -204,15 +206,16 @@ def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
                     row_max = top
             if row_sum != dtype(0.0):
                 inverse = factor / (row_sum * dtype(a.kept))
-                end = row_max + math.log(row_sum)
         if part == 0:
             stats[m] = inverse
             if i >= 0 and first_column == 0:
                 at = (b * a.Hq + head) * a.Nq + i
                 if a.share != 0:
                     at += n_span * a.B * a.Hq * a.Nq
-                    write_row(a.share_lse + at * itemsize, end)
+                    write_row(a.share_max + at * itemsize, row_max)
+                    write_row(a.share_sum + at * itemsize, row_sum)
                 else:
+                    end = -inf if row_sum == dtype(0.0) else row_max + math.log(row_sum)
                     write_row(a.lse + at * itemsize, end)
         cuda.syncthreads()
         rescale(acc, stats, ty)
@@ -257,38 +260,33 @@ def merge_kernel(storage: str, threads: int = MERGE_THREADS) -> Kernel:
         kv_len = read_int64(a.kv_lens + 8 * b)
         span = read_int64(a.span + 8 * b)
         count = (kv_len + span - 1) // span
-        # Infinite and NaN are but sinks and results of spans that make the row NaN.
-        top, odd = -inf, dtype(0.0)
         sink = -inf
         if a.sinks != 0 and i < read_int64(a.q_lens + 8 * b):
             sink = read(a.sinks + head * itemsize)
-        if sink != -inf:
-            top = sink
-            odd = sink - sink
+        top = sink
         for n in range(count):
-            end = read(a.share_lse + (n * step + place) * itemsize)
-            if end != -inf:
-                odd += end - end
-            if end > top:
-                top = end
-        total = odd
-        if top != -inf:
-            total += power((sink - top) * log2e)
-            for n in range(count):
-                total += power((read(a.share_lse + (n * step + place) * itemsize) - top) * log2e)
+            largest = read(a.share_max + (n * step + place) * itemsize)
+            if largest > top:
+                top = largest
+        base = dtype(0.0) if top == -inf else top
+        total = power((sink - base) * log2e)
+        for n in range(count):
+            at = (n * step + place) * itemsize
+            weight = power((read(a.share_max + at) - base) * log2e)
+            total += weight * read(a.share_sum + at)
         if cuda.threadIdx.x == 0:
-            write_row(a.lse + place * itemsize, -inf if total == 0.0 else top + math.log(total))
+            end = -inf if total == dtype(0.0) else top + math.log(total)
+            write_row(a.lse + place * itemsize, end)
         for column in range(cuda.threadIdx.x, a.Dv, threads):
             value = dtype(0.0)
             for n in range(count):
-                end = read(a.share_lse + (n * step + place) * itemsize)
-                if end != -inf:
-                    weight = power((end - top) * log2e)
-                    part = read(a.share + ((n * step + place) * a.Dv + column) * itemsize)
-                    value += weight * part
-            if total != 0.0:
+                at = n * step + place
+                weight = power((read(a.share_max + at * itemsize) - base) * log2e)
+                weight = weight * read(a.share_sum + at * itemsize)
+                value += weight * read(a.share + (at * a.Dv + column) * itemsize)
+            if total != dtype(0.0):
                 value = value / total
             at = b * a.out_b + head * a.out_h + i * a.out_n + column * a.out_d
             write(a.out + at, value)
 
-    return Kernel(kernel, threads)
+    return Kernel(kernel, threads, blocks=1)

@@ -77,7 +77,7 @@ class _Call:
             B=p.B,
             Hq=p.Hq,
             Hkv=p.Hkv,
-            group=p.group,
+            group=p.group if p.Hq else 0,
             Nq=p.Nq,
             Nk=p.Nk,
             D=p.D,
@@ -304,8 +304,8 @@ def forward(
         _attend(call, wide, many.size, call.fields["many"], 1)
     if few.size:
         share = memory.empty((spans, *lse.shape, p.Dv), p.compute)
-        share_lse = memory.empty((spans, *lse.shape), p.compute)
-        call.set(share=share.address, share_lse=share_lse.address)
+        top, total = (memory.empty((spans, *lse.shape), p.compute) for _ in range(2))
+        call.set(share=share.address, share_max=top.address, share_sum=total.address)
         _attend(call, wide, few.size, call.fields["few"], spans)
         args = call.args(ARGS, items=call.fields["few"])
         merge = merge_kernel(p.storage)
