@@ -87,15 +87,15 @@ def query_tile(storage: str, Dv: int, wide: bool, few: bool) -> Tile:
     if SIMULATED:
         sizes = (2, 4, 1, 4, 4) if few else (4, 4, 2, 2, 4)
     elif few:
-        sizes = (16, 128, 4, 32, 16) if storage != "float64" else (16, 64, 4, 32, 16)
+        sizes = (16, 128, 4, 32, 8 if storage == "float64" else 16)
     elif storage != "float64":
         sizes = (128, 64, 16, 8, 16) if width <= 64 else (128, 64, 16, 16, 16)
         if width > 128:
-            sizes = (64, 64, 8, 32, 16)
+            sizes = (64, 64, 16, 16, 16)
     else:
-        sizes = (64, 64, 16, 8, 8) if width <= 64 else (64, 32, 16, 16, 8)
+        sizes = (64, 64, 16, 8, 8) if width <= 64 else (64, 64, 16, 16, 8)
         if width > 128:
-            sizes = (32, 32, 8, 32, 8)
+            sizes = (32, 64, 8, 16, 8)
     return Tile(storage, *sizes, width, wide)
 
 
@@ -124,26 +124,24 @@ def row_tile(storage: str, D: int, wide: bool) -> Tile:
     elif storage != "float64":
         sizes = (64, 64, 8, 16, 16) if width <= 128 else (64, 64, 16, 16, 8)
     else:
-        sizes = (64, 32, 16, 16, 8) if width <= 128 else (32, 32, 8, 32, 8)
+        sizes = (32, 64, 8, 16, 8 if width <= 128 else 4)
     return Tile(storage, *sizes, width, wide)
 
 
 def key_tile(storage: str, D: int, wide: bool) -> Tile:
     """Return how blocks are cut that own keys; D is the larger of both head dimensions.
 
-    A thread holds its sums for dk and for dv.
+    A thread holds its sums for dk and for dv: more than 128 columns, or 64 of float64, go in chunks,
+    for both to stay in registers.
     """
     width = rounded(D)
     if SIMULATED:
         sizes = (4, 4, 2, 2, 4)
-    elif storage != "float64":
-        sizes = (64, 64, 8, 16, 16) if width <= 64 else (64, 64, 16, 16, 16)
-        if width > 128:
-            sizes = (32, 64, 8, 32, 8)
     else:
-        sizes = (64, 32, 16, 16, 8) if width <= 64 else (32, 32, 8, 32, 8)
-        if width > 192:
-            sizes = (16, 32, 8, 32, 8)
+        width = min(width, 64 if storage == "float64" else 128)
+        sizes = (64, 64, 8, 16, 16) if width <= 64 else (64, 64, 16, 16, 16)
+        if storage == "float64":
+            sizes = (32, 64, 8, 16, 8)
     return Tile(storage, *sizes, width, wide)
 
 
@@ -152,6 +150,7 @@ def pair_tile(storage: str, wide: bool) -> Tile:
     if SIMULATED:
         sizes = (4, 4, 2, 2, 4)
     else:
+        # Of float64 4 x 4 scores and as many sums would be more than registers hold.
         sizes = (64, 64, 16, 16, 16) if storage != "float64" else (32, 32, 8, 16, 8)
     return Tile(storage, *sizes, 4 * sizes[3], wide)
 
