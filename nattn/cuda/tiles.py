@@ -131,8 +131,8 @@ def row_tile(storage: str, D: int, wide: bool) -> Tile:
 def key_tile(storage: str, D: int, wide: bool) -> Tile:
     """Return how blocks are cut that own keys; D is the larger of both head dimensions.
 
-    A thread holds its sums for dk and for dv: more than 128 columns, or 64 of float64, go in chunks,
-    for both to stay in registers.
+    A thread holds its sums for dk and for dv: more than 128 columns, or 64 of float64, go in
+    chunks, for both to stay in registers.
     """
     width = rounded(D)
     if SIMULATED:
