@@ -3,8 +3,8 @@
     python bench/gpu_check.py
 
 needs a checkout with the package installed with its extras "test" and "cuda13" (or "cuda12"), and
-takes less than five minutes. It prints what it runs on, runs the checks of tests/test_cuda_gpu.py
-in several processes (compiling is what takes the time), some of them once more under
+is meant to take less than five minutes. It prints what it runs on, runs the checks of
+tests/test_cuda_gpu.py in several processes (compiling takes the time), some of them once more under
 compute-sanitizer if that is found, and then measures: the card's own limits, attention forward,
 backward and decoding, and torch's attention if torch is there. The last thing that it prints is a
 table in Markdown. The exit status is 1 if a check failed, 2 if there is no GPU.

@@ -354,7 +354,8 @@ def attention(
         window, lengths and mask leave visible. `out` is then undefined. Negative indices wrap.
     NotImplementedError
         For legal input that the backend does not handle yet, with every reason: float16 and
-        bfloat16 on "cpu".
+        bfloat16 on "cpu"; on "cuda" arrays whose elements are not aligned to their size, and 2**31
+        rows or more.
     RuntimeError
         If "cuda" lacks numba-cuda or a GPU; the text says what is missing.
 

@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, Self
 
@@ -317,7 +318,7 @@ def _describe_dlpack(name: str, value: Any, device: int) -> DeviceArray:
         dtype = view.dtype
     except (BufferError, NotImplementedError) as error:
         raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {error}") from None
-    source = Source(value, "numba", device, keep=view)
+    source = Source(value, "numba", device, stream=_LEGACY_STREAM, keep=view)
     strides = view.strides
     if strides is not None:
         strides = [n * dtype.itemsize for n in strides]
@@ -356,7 +357,9 @@ class Kind:
             stream = sys.modules["torch"].cuda.current_stream(self.source.owner.device)
             return int(stream.cuda_stream)
         if self.name == "cupy":
-            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+            cupy = sys.modules["cupy"]
+            with cupy.cuda.Device(self.device):
+                return int(cupy.cuda.get_current_stream().ptr)
         return self.source.stream or 0
 
     def empty(self, shape: tuple[int, ...], storage: str) -> Any:
@@ -371,7 +374,18 @@ class Kind:
             with cupy.cuda.Device(self.device):
                 return cupy.empty(shape, dtypes.storage_dtype(storage))
         cuda = importlib.import_module("numba.cuda")
-        return cuda.device_array(shape, dtypes.storage_dtype(storage))
+        # That the array names the stream makes others wait for what is queued there.
+        stream = cuda.external_stream(self.stream) if self.stream else 0
+        with on_device(self.device):
+            return cuda.device_array(shape, dtypes.storage_dtype(storage), stream=stream)
+
+
+def on_device(number: int | None) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is Numba's current one; None leaves that as it is."""
+    if number is None:
+        return nullcontext()
+    found: AbstractContextManager[Any] = importlib.import_module("numba.cuda").gpus[number]
+    return found
 
 
 def kind_of(x: DeviceArray) -> Kind:
@@ -404,7 +418,7 @@ def _bytes(source: Source, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size)
     interface = {"version": 3, "shape": (size,), "strides": None, "typestr": "|u1"}
     interface |= {"data": (address, False), "stream": source.stream}
-    found: NDArray[np.uint8] = cuda.from_cuda_array_interface(
-        interface, owner=source.owner
-    ).copy_to_host()
+    with on_device(source.device):
+        there = cuda.from_cuda_array_interface(interface, owner=source.owner)
+        found: NDArray[np.uint8] = there.copy_to_host()
     return found.tobytes()

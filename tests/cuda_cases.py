@@ -641,6 +641,19 @@ def arrays_on_a_device(storage: str) -> None:
     np.testing.assert_array_equal(host(got), expected[0].transpose(0, 2, 1, 3))
 
 
+@case(FORWARD)
+def elements_that_straddle_their_places_raise() -> None:
+    """All of them are named before anything is read, so it matters little where they lie."""
+    odd, out = (OnDevice(np.ndarray((3, 4), "f4", np.zeros(49, "u1"), 1)) for _ in range(2))
+    even = OnDevice(np.zeros((3, 4), "f4"))
+    error = r"^{}: expected elements at multiples of their 4 bytes.*; {}: expected elements"
+    with pytest.raises(NotImplementedError, match=error.format("k", "out")):
+        nattn.attention(even, odd, even, out=out)
+    lse = OnDevice(np.zeros(3, "f4"))
+    with pytest.raises(NotImplementedError, match=error.format("v", "dout")):
+        nattn.attention_backward(out, even, even, odd, even, lse)
+
+
 @case(BACKWARD, storage=["float32", "float64", "float16", "bfloat16"])
 def gradients_of_arrays_on_a_device(storage: str) -> None:
     q, k, v = (x.astype(storage_dtype(storage)) for x in qkv(2, 2, 3, 6, 4))

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from cuda_ptx import STORAGE, check_resources, compiled, functions, inner_loops
+from cuda_ptx import MOST, STORAGE, check_resources, compiled, functions, inner_loops
 
 from nattn.cuda import forward, target, tiles
 
@@ -22,6 +22,15 @@ FORWARD = [
     *((storage, 256, False) for storage in STORAGE if storage != "float64"),
     *((storage, 256, True) for storage in ("float32", "bfloat16")),
 ]
+# By head dimension, with all modifiers: some 5 % above what they take.
+CEILINGS = {
+    (64, False): 216,
+    (64, True): 224,
+    (128, False): 192,
+    (128, True): 192,
+    (256, False): 176,
+    (256, True): 176,
+}
 FEW = [
     *((storage, 64, every) for storage in STORAGE for every in (False, True)),
     *(("float32", D, False) for D in (128, 256)),
@@ -37,7 +46,8 @@ def kernel(storage: str, D: int, everything: bool, few: bool = False, wide: bool
 @pytest.mark.parametrize(("storage", "D", "everything"), FORWARD)
 def test_forward(storage: str, D: int, everything: bool) -> None:
     for_90 = (storage, D, everything) in FOR_90
-    check_resources(kernel(storage, D, everything), forward.ARGS, for_90)
+    ceiling = MOST if storage == "float64" else CEILINGS[D, everything]
+    check_resources(kernel(storage, D, everything), forward.ARGS, for_90, ceiling)
 
 
 @pytest.mark.parametrize(("storage", "D", "everything"), FEW)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from cuda_ptx import STORAGE, check_resources, functions
+from cuda_ptx import MOST, STORAGE, check_resources, functions
 
 from nattn.cuda import backward, target, tiles
 
@@ -15,6 +15,10 @@ if target.SIMULATED:
 
 FOR_90 = {("float32", 64, False), ("bfloat16", 128, True)}
 
+# By head dimension, with all modifiers: some 5 % above what they take.
+OF_QUERIES = {(64, False): 160, (64, True): 184, (128, False): 192, (128, True): 224}
+OF_KEYS = {(64, False): 212, (64, True): 224, (128, False): 208, (128, True): 216}
+
 CALLS = [(storage, D, every) for storage in STORAGE for D in (64, 128) for every in (False, True)]
 
 
@@ -22,14 +26,16 @@ CALLS = [(storage, D, every) for storage in STORAGE for D in (64, 128) for every
 def test_of_queries(storage: str, D: int, everything: bool) -> None:
     tile = tiles.row_tile(storage, D, wide=True)
     kernel = backward.query_kernel(tile, functions(storage, everything, derive=True))
-    check_resources(kernel, backward.ARGS, (storage, D, everything) in FOR_90)
+    ceiling = MOST if storage == "float64" else OF_QUERIES[D, everything]
+    check_resources(kernel, backward.ARGS, (storage, D, everything) in FOR_90, ceiling)
 
 
 @pytest.mark.parametrize(("storage", "D", "everything"), CALLS)
 def test_of_keys_and_values(storage: str, D: int, everything: bool) -> None:
     tile = tiles.key_tile(storage, D, wide=True)
     kernel = backward.key_kernel(tile, functions(storage, everything, derive=True))
-    check_resources(kernel, backward.ARGS, (storage, D, everything) in FOR_90)
+    ceiling = MOST if storage == "float64" else OF_KEYS[D, everything]
+    check_resources(kernel, backward.ARGS, (storage, D, everything) in FOR_90, ceiling)
 
 
 @pytest.mark.parametrize("everything", [False, True])

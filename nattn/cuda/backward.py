@@ -240,7 +240,9 @@ def row_steps(tile: Tile, functions: score.Functions, derive: bool) -> SimpleNam
                         ds = power((s - end) * log2e) * (dp - delta)
                         if a.distance_sum != 0:
                             distances += ds * dtype(abs(pos - key))
-                        gradient = ds * slope + dtype(0.0) if derive else ds + dtype(0.0)
+                        gradient = ds * slope if derive else ds
+                        if gradient == dtype(0.0):
+                            gradient = dtype(0.0)  # and not -0.0
                 x[at] = gradient
         return distances
 
@@ -491,7 +493,9 @@ def key_kernel(tile: Tile, functions: score.Functions) -> Kernel:
                                 weight, dp = prob * inverse, dp * inverse
                                 if word < a.threshold:
                                     weight, dp = dtype(-0.0), dtype(0.0)
-                            gradient = prob * (dp - delta) * slope + dtype(0.0)
+                            gradient = prob * (dp - delta) * slope
+                            if gradient == dtype(0.0):
+                                gradient = dtype(0.0)  # and not -0.0
                     x[at] = weight
                     y[at] = gradient
             cuda.syncthreads()

@@ -33,12 +33,14 @@ ARGS = record(
         *("k", "k_b", "k_h", "k_n", "k_d"),
         *("v", "v_b", "v_h", "v_n", "v_d"),
         *("out", "out_b", "out_h", "out_n", "out_d"),
-        # addresses: contiguous (B, Hq, Nq) lse; (Hq,) sinks or 0; where the keys are cut into
-        # spans contiguous (spans, B, Hq, Nq, Dv) of what each gave, or 0, and two of (spans, B, Hq,
-        # Nq): row_max and row_sum of it
-        *("lse", "sinks", "share", "share_max", "share_sum"),
-        # the items of this launch, int64; tiles of rows of a key head, spans of keys, both at most
-        *("items", "tiles", "spans"),
+        # addresses: contiguous (B, Hq, Nq) lse; (Hq,) sinks or 0
+        *("lse", "sinks"),
+        # the items of this launch: address of int64, and how many; tiles of rows of a key head
+        *("items", "n_items", "tiles"),
+        # where the keys are cut into spans: how many at most; the rows of an item that exist, at
+        # most; addresses of contiguous (spans, n_items, Hq, share_rows, Dv) of what each span gave,
+        # and two of (spans, n_items, Hq, share_rows): its row_max, or 0 without spans, and row_sum
+        *("spans", "share_rows", "share", "share_max", "share_sum"),
         *("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv"),
         # int64 (B,): keys of a span
         "span",
@@ -92,7 +94,8 @@ def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
         tile_index = a.tiles - 1 - index % a.tiles
         index = index // a.tiles
         kv_head = index % a.Hkv
-        b = read_int64(a.items + 8 * (index // a.Hkv))
+        slot = index // a.Hkv
+        b = read_int64(a.items + 8 * slot)
         first_column = cuda.blockIdx.y * width
         q = a.q + b * a.q_b
         k = a.k + b * a.k_b + kv_head * a.k_h
@@ -107,7 +110,7 @@ def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
             q_heads[m] = head
             q_rows[m] = i if lo < hi else -1
         block_lo, block_hi = keys_of_packed_rows(a, b, first, R)
-        if a.share != 0:
+        if a.share_max != 0:
             span = read_int64(a.span + 8 * b)
             block_lo = max(block_lo, n_span * span)
             block_hi = min(block_hi, (n_span + 1) * span)
@@ -196,7 +199,7 @@ def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
         inverse = dtype(0.0)
         if i >= 0 and i < read_int64(a.q_lens + 8 * b):
             factor = dtype(1.0)
-            if a.sinks != 0 and a.share == 0:
+            if a.sinks != 0 and a.share_max == 0:
                 sink = read_row(a.sinks + head * itemsize)
                 if sink != -inf:
                     top = sink if not (sink <= row_max) else row_max
@@ -209,12 +212,12 @@ def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
         if part == 0:
             stats[m] = inverse
             if i >= 0 and first_column == 0:
-                at = (b * a.Hq + head) * a.Nq + i
-                if a.share != 0:
-                    at += n_span * a.B * a.Hq * a.Nq
+                if a.share_max != 0:
+                    at = ((n_span * a.n_items + slot) * a.Hq + head) * a.share_rows + i
                     write_row(a.share_max + at * itemsize, row_max)
                     write_row(a.share_sum + at * itemsize, row_sum)
                 else:
+                    at = (b * a.Hq + head) * a.Nq + i
                     end = -inf if row_sum == dtype(0.0) else row_max + math.log(row_sum)
                     write_row(a.lse + at * itemsize, end)
         cuda.syncthreads()
@@ -224,13 +227,13 @@ def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
             address = 0
             head, i = packed_row(a, kv_head, row)
             if i >= 0:
-                if a.share != 0:
-                    at = ((n_span * a.B + b) * a.Hq + head) * a.Nq + i
+                if a.share_max != 0:
+                    at = ((n_span * a.n_items + slot) * a.Hq + head) * a.share_rows + i
                     address = a.share + at * a.Dv * itemsize
                 else:
                     address = a.out + b * a.out_b + head * a.out_h + i * a.out_n
             places[m_] = address
-        if a.share != 0:
+        if a.share_max != 0:
             put_sums(acc, places, itemsize, first_column, a.Dv, tx)
         else:
             put_out(acc, places, a.out_d, first_column, a.Dv, tx)
@@ -254,12 +257,14 @@ def merge_kernel(storage: str, threads: int = MERGE_THREADS) -> Kernel:
         row = cuda.blockIdx.x
         i = row % a.Nq
         head = row // a.Nq % a.Hq
-        b = read_int64(a.items + 8 * (row // (a.Nq * a.Hq)))
-        place = (b * a.Hq + head) * a.Nq + i
-        step = a.B * a.Hq * a.Nq
-        kv_len = read_int64(a.kv_lens + 8 * b)
+        slot = row // (a.Nq * a.Hq)
+        b = read_int64(a.items + 8 * slot)
+        place = (slot * a.Hq + head) * a.share_rows + i
+        step = a.n_items * a.Hq * a.share_rows
         span = read_int64(a.span + 8 * b)
-        count = (kv_len + span - 1) // span
+        count = (read_int64(a.kv_lens + 8 * b) + span - 1) // span
+        if i >= a.share_rows:  # past the item's last row
+            count = 0
         sink = -inf
         if a.sinks != 0 and i < read_int64(a.q_lens + 8 * b):
             sink = read(a.sinks + head * itemsize)
@@ -276,7 +281,7 @@ def merge_kernel(storage: str, threads: int = MERGE_THREADS) -> Kernel:
             total += weight * read(a.share_sum + at)
         if cuda.threadIdx.x == 0:
             end = -inf if total == dtype(0.0) else top + math.log(total)
-            write_row(a.lse + place * itemsize, end)
+            write_row(a.lse + ((b * a.Hq + head) * a.Nq + i) * itemsize, end)
         for column in range(cuda.threadIdx.x, a.Dv, threads):
             value = dtype(0.0)
             for n in range(count):

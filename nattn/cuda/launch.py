@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numba.core.errors import NumbaError
 from numpy.typing import NDArray
 
 from .. import dtypes, mods, trees
-from ..device_arrays import DeviceArray
+from ..device_arrays import DeviceArray, on_device
 from ..problem import Problem
 from . import backward as back
 from . import score, tiles
@@ -60,14 +61,18 @@ class _Call:
         The call, checked.
     derive : bool
         Whether modifiers are differentiated.
+    **others : ndarray or None
+        What the call reads or writes beside the arrays of the problem.
     """
 
-    def __init__(self, problem: Problem, derive: bool) -> None:
+    def __init__(self, problem: Problem, derive: bool, **others: NDArray[Any] | None) -> None:
         p = self.problem = problem
-        _check_possible(p)
+        _check_possible(p, others)
         self.memory = Memory(0 if p.kind is None else p.kind.stream)
-        if p.kind is not None and not SIMULATED:
-            _wait_for(p.streams, self.memory.stream)
+        arrays = [x for x in others.values() if isinstance(x, DeviceArray)]
+        self._streams = {x.source.stream for x in arrays if x.source.stream is not None}
+        for other in sorted({*p.streams, *self._streams}):
+            _order(other, self.memory.handle)
         self.functions = score.functions_of(p, derive)
         self.fields: dict[str, Any] = {}
         for name in ("q", "k", "v"):
@@ -119,7 +124,6 @@ class _Call:
     def rows(self, name: str, x: NDArray[Any]) -> None:
         """Set the address of a contiguous (B, Hq, Nq) array, which is brought to the device."""
         if isinstance(x, DeviceArray) and not x.flags.c_contiguous:
-            _check_aligned(name, x)
             dense = self.memory.empty(x.shape, x.dtype)
             self.set(**{name: dense.address})
             copy = copy_kernel(dtypes.compute_name(x.dtype))
@@ -183,14 +187,16 @@ class _Call:
                 return False
         return True
 
-    def raise_troubles(self) -> None:
-        """Raise what users' functions could only note.
+    def end(self) -> None:
+        """Let others wait for the results, and raise what users' functions could only note.
 
         Raises
         ------
         IndexError
             If a bound array was indexed out of range for a visible pair.
         """
+        for other in sorted(self._streams):
+            _order(self.memory.handle, other)
         if self.trouble is not None and _may_miss(self.problem):
             score.raise_outside(self.functions, self.trouble.to_host())
 
@@ -206,43 +212,37 @@ def _may_miss(p: Problem) -> bool:
     )
 
 
-def _check_possible(p: Problem) -> None:
+def _check_possible(p: Problem, others: dict[str, NDArray[Any] | None]) -> None:
     """Raise for what the kernels cannot do, with every reason."""
     reasons = []
     for name, n in (("q", p.group * p.Nq), ("k", p.Nk)):
         if n >= MOST_ROWS:
             reasons.append(f"{name}: expected fewer than {MOST_ROWS} rows for a key head, got {n}")
-    arrays = {"q": p.q, "k": p.k, "v": p.v, "mask": p.mask, "bias": p.bias}
-    reasons += [text for text in map(_misplaced, arrays, arrays.values()) if text]
+    arrays = {"q": p.q, "k": p.k, "v": p.v, "mask": p.mask, "bias": p.bias, **others}
+    for name, x in arrays.items():
+        # A GPU faults where an element straddles its place; copies of host arrays lie well.
+        if not isinstance(x, DeviceArray) or not x.size:
+            continue
+        if any(n % x.itemsize for n in (x.ctypes.data, *x.strides)):
+            reasons.append(
+                f"{name}: expected elements at multiples of their {x.itemsize} bytes, got the "
+                f"address {x.ctypes.data:#x} and strides {x.strides}"
+            )
     if reasons:
         raise NotImplementedError("; ".join(reasons))
 
 
-def _misplaced(name: str, x: NDArray[Any] | None) -> str | None:
-    """Say what is wrong with where an array on a GPU lies; None if nothing is."""
-    if not isinstance(x, DeviceArray) or not x.size:
-        return None
-    if not any(n % x.itemsize for n in (x.ctypes.data, *x.strides)):
-        return None
-    return (
-        f"{name}: expected elements at multiples of their {x.itemsize} bytes, got the address "
-        f"{x.ctypes.data:#x} and strides {x.strides}"
-    )
+def _device_of(p: Problem) -> AbstractContextManager[Any]:
+    """Return a context in which the GPU of a problem's arrays is the current one."""
+    return on_device(None if p.kind is None else p.kind.device)
 
 
-def _check_aligned(name: str, x: NDArray[Any]) -> None:
-    text = _misplaced(name, x)
-    if text is not None:
-        raise NotImplementedError(text)
-
-
-def _wait_for(streams: tuple[int, ...], stream: Any) -> None:
-    """Let a stream wait for what others hold."""
-    for handle in streams:
-        if handle != getattr(stream, "handle", stream):
-            event = cuda.event(timing=False)
-            event.record(cuda.external_stream(handle))
-            event.wait(stream or cuda.default_stream())
+def _order(first: int, then: int) -> None:
+    """Let a stream wait for what another holds; 0 and 1 are both the default one."""
+    if (first or 1) != (then or 1) and not SIMULATED:
+        event = cuda.event(timing=False)
+        event.record(cuda.external_stream(first or 1))
+        event.wait(cuda.external_stream(then or 1))
 
 
 def _few(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -276,10 +276,15 @@ def forward(
     Arrays on a GPU are read and written where they are, on the stream of their library. NumPy
     arrays are copied there and back, and the call returns when that is done.
     """
-    p = problem
-    if lse.size == 0:
-        return
-    call = _Call(p, derive=False)
+    if lse.size:
+        with _device_of(problem):
+            _forward(problem, out, lse)
+    if progress is not None:
+        progress(1.0)
+
+
+def _forward(p: Problem, out: NDArray[Any], lse: NDArray[Any]) -> None:
+    call = _Call(p, derive=False, out=out, lse=lse)
     memory = call.memory
     new_out: Scratch | None = None
     new_lse: Scratch | None = None
@@ -301,34 +306,35 @@ def forward(
     call.upload()
     wide = call.wide("q", "k", "v")
     if many.size:
-        _attend(call, wide, many.size, call.fields["many"], 1)
+        _attend(call, wide, many.size, call.fields["many"], 1, p.Nq)
     if few.size:
-        share = memory.empty((spans, *lse.shape, p.Dv), p.compute)
-        top, total = (memory.empty((spans, *lse.shape), p.compute) for _ in range(2))
+        # Only rows that exist have a share: what is padded may be many more.
+        share_rows = max(1, int(p.q_lens[few].max()))
+        shape = (spans, few.size, p.Hq, share_rows)
+        share = memory.empty((*shape, p.Dv), p.compute)
+        top, total = memory.empty(shape, p.compute), memory.empty(shape, p.compute)
         call.set(share=share.address, share_max=top.address, share_sum=total.address)
-        _attend(call, wide, few.size, call.fields["few"], spans)
-        args = call.args(ARGS, items=call.fields["few"])
-        merge = merge_kernel(p.storage)
-        call.launch(merge, (few.size * p.Hq * p.Nq,), args)
+        call.set(spans=spans, share_rows=share_rows)
+        _attend(call, wide, few.size, call.fields["few"], spans, share_rows)
+        args = call.args(ARGS, items=call.fields["few"], n_items=few.size)
+        call.launch(merge_kernel(p.storage), (few.size * p.Hq * p.Nq,), args)
     if new_out is not None and new_lse is not None:
         result, rows = new_out.to_host(), new_lse.to_host()
-        call.raise_troubles()
+        call.end()
         out[...] = result
         lse[...] = rows
     else:
-        call.raise_troubles()
-    if progress is not None:
-        progress(1.0)
+        call.end()
 
 
-def _attend(call: _Call, wide: bool, count: int, items: int, spans: int) -> None:
-    """Launch the forward kernel for some items."""
+def _attend(call: _Call, wide: bool, count: int, items: int, spans: int, rows: int) -> None:
+    """Launch the forward kernel for some items and the first rows of each."""
     p = call.problem
     tile = tiles.query_tile(p.storage, p.Dv, wide, few="share" in call.fields)
-    n_tiles = math.ceil(p.group * p.Nq / tile.rows)
+    n_tiles = math.ceil(p.group * rows / tile.rows)
     chunks = max(1, math.ceil(p.Dv / tile.width))
     kernel = forward_kernel(tile, call.functions)
-    args = call.args(ARGS, items=items, tiles=n_tiles, spans=spans)
+    args = call.args(ARGS, items=items, n_items=count, tiles=n_tiles, spans=spans, Nq=rows)
     call.launch(kernel, (n_tiles * spans * p.Hkv * count, chunks), args)
 
 
@@ -364,18 +370,31 @@ def backward(
         ``problem.bias_shape``; ``(Hq,)``; ``(B, Hq)``. Of arrays on a GPU what
         ``problem.new_gradient`` made.
     """
-    p = problem
-    call = _Call(p, derive=True)
+    with _device_of(problem):
+        found = _gradients(problem, dout, out, lse, dlse, wrt)
+    if progress is not None:
+        progress(1.0)
+    return found
+
+
+def _gradients(
+    p: Problem,
+    dout: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dlse: NDArray[Any] | None,
+    wrt: frozenset[str],
+) -> dict[str, NDArray[Any]]:
+    call = _Call(p, derive=True, dout=dout, out=out, lse=lse, dlse=dlse)
     memory = call.memory
-    for name, x in (("dout", dout), ("out", out)):
-        _check_aligned(name, x)
-        call.array(name, x)
+    call.array("dout", dout)
+    call.array("out", out)
     call.rows("lse", lse)
     if dlse is not None:
         call.rows("dlse", dlse)
     call.set(delta=memory.empty(lse.shape, p.compute).address)
     if "alibi_slopes" in wrt:
-        call.set(distance_sum=memory.zeros(lse.shape, p.compute).address)
+        call.set(distance_sum=memory.empty(lse.shape, p.compute).address)
     call.upload()
     shapes = {
         "q": (p.B, p.Hq, p.Nq, p.D),
@@ -412,9 +431,7 @@ def backward(
     )
     for kernel, grid in launches:
         call.launch(kernel, grid, args)
-    call.raise_troubles()
-    if progress is not None:
-        progress(1.0)
+    call.end()
     if p.kind is not None:
         return results
     return {name: new.to_host() for name, new in results.items()}

@@ -26,6 +26,7 @@ class Memory:
     """
 
     def __init__(self, stream: int = 0) -> None:
+        self.handle = stream
         self.stream: Any = cuda.external_stream(stream) if stream and not SIMULATED else 0
         self._kept: list[Any] = []
 
@@ -81,7 +82,7 @@ class Scratch:
         size = int(np.prod(shape)) * dtype.itemsize
         if SIMULATED:
             self._array: Any = np.empty(size, np.uint8)
-            self.address = int(self._array.ctypes.data)
+            self.address = int(self._array.ctypes.data) if size else 0
         else:
             self._array = cuda.device_array(size, np.uint8, stream=self._stream) if size else None
             self.address = _address(self._array)
