@@ -32,9 +32,8 @@ CEILINGS = {
     (256, True): 176,
 }
 FEW = [
-    *((storage, 64, every) for storage in STORAGE for every in (False, True)),
-    *(("float32", D, False) for D in (128, 256)),
-    ("bfloat16", 128, False),
+    *((storage, 64, True) for storage in STORAGE),
+    *(("float32", D, False) for D in (64, 128, 256)),
 ]
 
 
