@@ -115,7 +115,13 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 def numba_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Numba's simulator, as far as memory goes."""
     fake: Any = ModuleType("numba.cuda")
-    fake.device_array = lambda shape, dtype: OnDevice(np.full(shape, 77, dtype))
+    fake.external_stream = lambda handle: ("stream", handle)
+
+    def device_array(shape: tuple[int, ...], dtype: Any, stream: Any = 0) -> OnDevice:
+        made = OnDevice(np.full(shape, 77, dtype))
+        return OnDevice(made.array, stream=stream[1]) if stream else made
+
+    fake.device_array = device_array
     monkeypatch.setitem(sys.modules, "numba.cuda", fake)
     return fake
 
@@ -379,6 +385,8 @@ def test_arrays_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert x.dtype == BFLOAT16  # void in the interface
     kind = kind_of(x)
     assert (kind.name, kind.device, kind.stream) == ("cupy", 1, 55)
+    assert used == [1, -1]  # the current stream is that of a device
+    used.clear()
     made = kind.empty((2,), "bfloat16")
     assert (type(made), made.array.dtype, used) == (CuPyArray, BFLOAT16, [1, 0, -1])
     np.testing.assert_array_equal(device_arrays.copied(x), a)
@@ -391,6 +399,7 @@ def test_arrays_of_anyone(numba_cuda: Any) -> None:
     assert kind_of(view(np.zeros(3))).stream == 0
     made = kind.empty((2, 3), "float16")
     assert (made.array.shape, made.array.dtype) == ((2, 3), np.float16)
+    assert made.interface["stream"] == 7  # so that what reads it waits
 
 
 def test_arrays_of_numba() -> None:
