@@ -21,22 +21,21 @@ PAD = 4
 """Elements between rows in shared memory: what is written transposed falls on different banks."""
 
 
+def group_of(count: int, lanes: int) -> int:
+    """Return how many rows of `owned` lie side by side."""
+    each = count // lanes
+    return 4 if each % 4 == 0 else 2 if each % 2 == 0 else 1
+
+
 def owned(count: int, lanes: int) -> Any:
     """Return ``f(lane, n)``: the n-th of `count` rows that a lane of `lanes` owns."""
-    each = count // lanes
-    group = 4 if each % 4 == 0 else 2 if each % 2 == 0 else 1
+    group = group_of(count, lanes)
     stride = group * lanes
 
     def of(lane, n):
         return n // group * stride + lane * group + n % group
 
     return device(of)
-
-
-def group_of(count: int, lanes: int) -> int:
-    """Return how many rows of `owned` lie side by side."""
-    each = count // lanes
-    return 4 if each % 4 == 0 else 2 if each % 2 == 0 else 1
 
 
 @functools.cache
@@ -127,7 +126,7 @@ def products(tile: Tile) -> SimpleNamespace:
     -------
     namespace
         ``RM``, ``RN``, ``RD``: rows, columns and columns of the sums that a thread owns;
-        ``row_of(ty, i)``, ``column_of(tx, j)``, ``width_of(tx, j)``: which;
+        ``row_of(ty, i)``: which rows;
         ``clear(acc, count)``;
         ``multiply(acc, stage, ty, tx)``: ``acc[i * RN + j] += sum_d rows[d, i] * columns[d, j]``,
         of the two chunks in `stage`, rows first;
@@ -166,32 +165,23 @@ def products(tile: Tile) -> SimpleNamespace:
                 for j in range(RN):
                     acc[i * RN + j] += u[i] * w[j]
 
-    def accumulate(acc, x, n0, stage, ty, tx):
-        u = cuda.local.array(RM, dtype)
-        w = cuda.local.array(RD, dtype)
-        for n in range(depth):
-            for g in range(groups_m):
-                copy_m(u, g * GM, x, (n0 + n) * lead_x + g * step_m + ty * GM)
-            for g in range(groups_d):
-                copy_d(w, g * GD, stage, n * width + g * step_d + tx * GD)
-            for i in range(RM):
-                for j in range(RD):
-                    acc[i * RD + j] += u[i] * w[j]
-
-    def accumulate_visible(acc, x, n0, stage, ty, tx):
-        u = cuda.local.array(RM, dtype)
-        w = cuda.local.array(RD, dtype)
-        for n in range(depth):
-            for g in range(groups_m):
-                copy_m(u, g * GM, x, (n0 + n) * lead_x + g * step_m + ty * GM)
-            for g in range(groups_d):
-                copy_d(w, g * GD, stage, n * width + g * step_d + tx * GD)
-            for i in range(RM):
-                hidden = is_hidden(u[i])
-                for j in range(RD):
+    def accumulator(visible):
+        def accumulate(acc, x, n0, stage, ty, tx):
+            u = cuda.local.array(RM, dtype)
+            w = cuda.local.array(RD, dtype)
+            for n in range(depth):
+                for g in range(groups_m):
+                    copy_m(u, g * GM, x, (n0 + n) * lead_x + g * step_m + ty * GM)
+                for g in range(groups_d):
+                    copy_d(w, g * GD, stage, n * width + g * step_d + tx * GD)
+                for i in range(RM):
                     # A product with what is hidden is not made: 0 * NaN would be NaN.
-                    new = acc[i * RD + j] + u[i] * w[j]
-                    acc[i * RD + j] = acc[i * RD + j] if hidden else new
+                    hidden = visible and is_hidden(u[i])
+                    for j in range(RD):
+                        new = acc[i * RD + j] + u[i] * w[j]
+                        acc[i * RD + j] = acc[i * RD + j] if hidden else new
+
+        return device(accumulate)
 
     # Small bodies, so that these loops are unrolled too: a thread's array lives in registers only
     # where every index is a constant in the end.
@@ -242,13 +232,11 @@ def products(tile: Tile) -> SimpleNamespace:
         RN=RN,
         RD=RD,
         row_of=of_row,
-        column_of=of_column,
-        width_of=of_width,
         put_rows=put_rows,
         clear=device(clear),
         multiply=device(multiply),
-        accumulate=device(accumulate),
-        accumulate_visible=device(accumulate_visible),
+        accumulate=accumulator(visible=False),
+        accumulate_visible=accumulator(visible=True),
     )
 
 
