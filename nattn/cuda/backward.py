@@ -27,11 +27,11 @@ from .steps import (
     LOG2E,
     PAD,
     products,
-    row_stager,
     score_product,
     scores_size,
     stage_size,
     tree_sum,
+    weighted_sum,
 )
 from .target import Kernel, device, exp2, load, read_int64, record, store
 from .tiles import DELTA_LANES, DELTA_ROWS, SUM_THREADS, Tile, key_tile, pair_tile, row_tile
@@ -256,17 +256,13 @@ def row_steps(tile: Tile, functions: score.Functions, derive: bool) -> SimpleNam
 def query_kernel(tile: Tile, functions: score.Functions) -> Kernel:
     """Return the kernel of dq, and of each row's sum for the slopes: a block owns query rows."""
     R, N, TX, threads = tile.rows, tile.columns, tile.tx, tile.threads
-    depth, width, parts = tile.depth, tile.width, tile.parts
+    width, parts = tile.width, tile.parts
     dtype, itemsize = getattr(types, tile.dtype), tile.itemsize
     p, own = products(tile), row_steps(tile, functions, True)
     RM, row_of, clear, times = p.RM, p.row_of, p.clear, p.times
-    accumulate, accumulate_visible = p.accumulate, p.accumulate_visible
     load_row, sees_block = own.load_row, score.sees_block
     differentiate = own.differentiate
-    multiply, stage_k = (
-        score_product(tile),
-        row_stager(tile.storage, threads, depth, width, tile.wide),
-    )
+    multiply, add = score_product(tile), weighted_sum(tile)
     put, write_row = p.put_rows(tile.storage), store(tile.dtype)
     blocks = functions.blocks
     size, n_x, n_stats = stage_size(tile), scores_size(tile), R * parts
@@ -328,13 +324,7 @@ def query_kernel(tile: Tile, functions: score.Functions) -> Kernel:
             distances += differentiate(a, x, y, b, head, i, pos, lo, hi, end, delta, n0, m, part)
             cuda.syncthreads()
             if a.dq != 0:
-                for n1 in range(0, N, depth):
-                    odd = stage_k(stage, k, k_heads, k_rows, n1, 0, a.k_n, a.k_d, column0, a.D, t)
-                    if cuda.syncthreads_or(types.int32(odd)):
-                        accumulate_visible(acc, x, n1, stage, ty, tx)
-                    else:
-                        accumulate(acc, x, n1, stage, ty, tx)
-                    cuda.syncthreads()
+                add(acc, x, stage, k, k_heads, k_rows, 0, a.k_n, a.k_d, column0, a.D, ty, tx, t)
             n0 += N
 
         if a.distance_sum != 0 and column0 == 0:
@@ -361,15 +351,12 @@ def query_kernel(tile: Tile, functions: score.Functions) -> Kernel:
 def key_kernel(tile: Tile, functions: score.Functions) -> Kernel:
     """Return the kernel of dk and dv: a block owns keys and streams the queries of their group."""
     R, N, TX, threads = tile.rows, tile.columns, tile.tx, tile.threads
-    depth, width = tile.depth, tile.width
-    dtype = getattr(types, tile.dtype)
+    width, dtype = tile.width, getattr(types, tile.dtype)
     p, steps = products(tile), score.steps(functions)
     own = row_steps(tile, functions, True)
     RM, row_of, clear, times = p.RM, p.row_of, p.clear, p.times
-    accumulate, accumulate_visible = p.accumulate, p.accumulate_visible
     load_row, sees_block = own.load_row, score.sees_block
-    multiply = score_product(tile)
-    stage_rows = row_stager(tile.storage, threads, depth, width, tile.wide)
+    multiply, add = score_product(tile), weighted_sum(tile)
     change_and_derive, random = steps.change_and_derive, steps.words4
     dropout, blocks = functions.dropout, functions.blocks
     power, put = exp2(tile.dtype), p.put_rows(tile.storage)
@@ -499,24 +486,12 @@ def key_kernel(tile: Tile, functions: score.Functions) -> Kernel:
                     x[at] = weight
                     y[at] = gradient
             cuda.syncthreads()
-            for n1 in range(0, N if wants_v else 0, depth):
-                odd = stage_rows(
-                    stage, dout, q_heads, q_rows, n1, a.dout_h, a.dout_n, a.dout_d, column0, a.Dv, t
-                )
-                if cuda.syncthreads_or(types.int32(odd)):
-                    accumulate_visible(acc_v, x, n1, stage, ty, tx)
-                else:
-                    accumulate(acc_v, x, n1, stage, ty, tx)
-                cuda.syncthreads()
-            for n1 in range(0, N if wants_k else 0, depth):
-                odd = stage_rows(
-                    stage, q, q_heads, q_rows, n1, a.q_h, a.q_n, a.q_d, column0, a.D, t
-                )
-                if cuda.syncthreads_or(types.int32(odd)):
-                    accumulate_visible(acc_k, y, n1, stage, ty, tx)
-                else:
-                    accumulate(acc_k, y, n1, stage, ty, tx)
-                cuda.syncthreads()
+            if wants_v:
+                h, n, d = a.dout_h, a.dout_n, a.dout_d
+                add(acc_v, x, stage, dout, q_heads, q_rows, h, n, d, column0, a.Dv, ty, tx, t)
+            if wants_k:
+                h, n, d = a.q_h, a.q_n, a.q_d
+                add(acc_k, y, stage, q, q_heads, q_rows, h, n, d, column0, a.D, ty, tx, t)
             first += N
 
         if wants_v:

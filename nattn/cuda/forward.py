@@ -21,7 +21,7 @@ from numba import cuda, types
 from ..masks import FULL
 from . import rows, score
 from .rows import keys_of, keys_of_packed_rows, packed_row
-from .steps import LOG2E, PAD, products, row_stager, score_product, scores_size, stage_size
+from .steps import LOG2E, PAD, products, score_product, scores_size, stage_size, weighted_sum
 from .target import SIMULATED, Kernel, exp2, load, read_int64, record, store
 from .tiles import Tile
 
@@ -56,15 +56,13 @@ ARGS = record(
 def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
     """Return the kernel for a tile and for what happens to scores."""
     R, N, TX, threads = tile.rows, tile.columns, tile.tx, tile.threads
-    depth, width, parts, quads = tile.depth, tile.width, tile.parts, tile.columns // 4
+    width, parts, quads = tile.width, tile.parts, tile.columns // 4
     dtype = getattr(types, tile.dtype)
     p, steps = products(tile), score.steps(functions)
     RM, RN, RD = p.RM, p.RN, p.RD
     row_of, clear, rescale = p.row_of, p.clear, p.rescale
     put_sums, put_out = p.put_rows(tile.dtype), p.put_rows(tile.storage)
-    accumulate, accumulate_visible = p.accumulate, p.accumulate_visible
-    multiply = score_product(tile)
-    stage_v = row_stager(tile.storage, threads, depth, width, tile.wide)
+    multiply, add = score_product(tile), weighted_sum(tile)
     power = exp2(tile.dtype)
     change, change_full = steps.change, steps.change_full
     random, kind, sees_block = steps.words4, score.kind, score.sees_block
@@ -179,13 +177,7 @@ def forward_kernel(tile: Tile, functions: score.Functions) -> Kernel:
             cuda.syncthreads()
             rescale(acc, stats, ty)
 
-            for n1 in range(0, N, depth):
-                odd = stage_v(stage, v, k_heads, k_rows, n1, 0, a.v_n, a.v_d, first_column, a.Dv, t)
-                if cuda.syncthreads_or(types.int32(odd)):
-                    accumulate_visible(acc, x, n1, stage, ty, tx)
-                else:
-                    accumulate(acc, x, n1, stage, ty, tx)
-                cuda.syncthreads()
+            add(acc, x, stage, v, k_heads, k_rows, 0, a.v_n, a.v_d, first_column, a.Dv, ty, tx, t)
             n0 += N
 
         # The sums of a row's threads, in order; then the sink, a score without a value.

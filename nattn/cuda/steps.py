@@ -1,8 +1,8 @@
 """The steps that all kernels share: staging in shared memory, and products of register tiles.
 
-A thread (ty, tx) owns the rows ``row_of(ty, i)`` and the columns ``column_of(tx, j)`` of a tile:
-groups of adjacent ones, which shared memory delivers in one step, far enough apart for the threads
-of a warp to read from different banks.
+A thread (ty, tx) owns some rows and some columns of a tile (`owned`): groups of adjacent ones,
+which shared memory delivers in one step, far enough apart for the threads of a warp to read from
+different banks.
 """
 
 from __future__ import annotations
@@ -268,6 +268,32 @@ def score_product(tile: Tile) -> Any:
         put_scores(x, s, scale, ty, tx)
 
     return device(product)
+
+
+@functools.cache
+def weighted_sum(tile: Tile) -> Any:
+    """Return what adds products of a tile x with the rows of an array to a thread's sums.
+
+    ``add(acc, x, stage, base, heads, rows, stride_h, stride_n, stride_d, d0, D, ty, tx, t)`` makes
+    ``acc[i, j] += sum_n x[n, i] * row[n, d0 + j]`` over all columns n of a tile, leaving out where
+    x is -0.0. Rows are what `row_stager` takes. Threads meet before x or `stage` is used again.
+    """
+    columns, depth = tile.columns, tile.depth
+    p = products(tile)
+    accumulate, accumulate_visible = p.accumulate, p.accumulate_visible
+    stage_rows = row_stager(tile.storage, tile.threads, depth, tile.width, tile.wide)
+
+    def add(acc, x, stage, base, heads, rows, stride_h, stride_n, stride_d, d0, D, ty, tx, t):
+        for n0 in range(0, columns, depth):
+            odd = stage_rows(stage, base, heads, rows, n0, stride_h, stride_n, stride_d, d0, D, t)
+            # Only what is not finite makes more of 0 than 0.
+            if cuda.syncthreads_or(types.int32(odd)):
+                accumulate_visible(acc, x, n0, stage, ty, tx)
+            else:
+                accumulate(acc, x, n0, stage, ty, tx)
+            cuda.syncthreads()
+
+    return device(add)
 
 
 @functools.cache
