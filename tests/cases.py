@@ -785,6 +785,17 @@ def assert_near(got: Array, expected: Array, tolerance: Array | float) -> None:
         )
 
 
+POISON = [np.nan, np.inf, -np.inf]
+
+
+def poisoned(x: Array, at: Any) -> Array:
+    """Return a copy with NaN and both infinities in turn along the first axis of ``x[at]``."""
+    x = x.copy()
+    count = x[at].shape[0]
+    x[at] = np.resize(POISON, count).reshape(-1, *(1,) * (x[at].ndim - 1))
+    return x
+
+
 class OnDevice:
     """What has a CUDA array interface, though what lies at its address is a NumPy array.
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import registry
 from cases import (
+    POISON,
     Case,
     OnDevice,
     assert_gradients_near,
@@ -38,6 +39,7 @@ from cases import (
     just,
     looked_up,
     normal,
+    poisoned,
     qkv,
     random_bias,
     random_mask,
@@ -60,7 +62,6 @@ FORWARD: Suite = {}
 BACKWARD: Suite = {}
 
 nan, inf = np.nan, np.inf
-POISON = [nan, inf, -inf]
 
 
 def case(suite: Suite, **choices: Iterable[Any]) -> Callable[..., Any]:
@@ -102,14 +103,6 @@ def assert_same_gradients(got: Any, expected: Any, at: Any = ...) -> None:
         if x is not None:
             where = at if name in "qkv" else ...
             np.testing.assert_array_equal(x[where], y[where], err_msg=f"d{name}")
-
-
-def poisoned(x: Array, at: Any) -> Array:
-    """Return a copy with NaN and both infinities in turn along the first axis of ``x[at]``."""
-    x = x.copy()
-    count = x[at].shape[0]
-    x[at] = np.resize(POISON, count).reshape(-1, *(1,) * (x[at].ndim - 1))
-    return x
 
 
 # Every kind of call, forward and backward
@@ -380,7 +373,11 @@ def stored(storage: str, call: str) -> None:
     check("cuda", q, k, v, **options)
 
 
-@case(BACKWARD, call=BY_NAME)
+# Dtypes of a bias are those of `bias_of_every_dtype`; a scale is a factor, whatever its value.
+AS_OTHERS = {"bias, float16", "bias, bfloat16", "bias, float64", "bias, big-endian", "scale"}
+
+
+@case(BACKWARD, call=[name for name in BY_NAME if name not in AS_OTHERS])
 def gradients(call: str) -> None:
     q, k, v, options = BY_NAME[call].make("float32")
     check_gradients("cuda", q, k, v, **options)
@@ -454,7 +451,7 @@ def a_block_mask_gives_the_same_bits(few: bool) -> None:
     doc = np.repeat([0, 1, 2], [9, 1, 15])
     tree = masks.mask(functools.partial(masks.document, doc=doc)) & masks.causal
     expected = attend(q, k, v, mask_mod=tree)
-    for size in (3, 4, 6):
+    for size in (3, 6):  # less and more than the four keys of a step
         blocks = blocks_of(tree, 1, 1, Nq, Nk, size)
         assert {masks.EMPTY, masks.MIXED} <= set(blocks.kinds.ravel().tolist())
         assert_same_bits(attend(q, k, v, block_mask=blocks), expected)
@@ -468,7 +465,7 @@ def a_block_mask_gives_the_same_bits(few: bool) -> None:
 
 @case(BACKWARD)
 def gradients_with_a_block_mask_have_the_same_bits() -> None:
-    q, k, v = qkv(2, 2, 7, 12, 4)
+    q, k, v = qkv(1, 2, 7, 12, 4)
     doc = np.repeat([0, 1, 2], [5, 1, 6])
     tree = masks.mask(functools.partial(masks.document, doc=doc)) & masks.causal
     expected = differentiate(q, k, v, mask_mod=tree)
@@ -688,9 +685,9 @@ def gradients_of_arrays_on_a_device(storage: str) -> None:
 
 @case(BACKWARD)
 def gradients_of_views_of_all_kinds() -> None:
-    q, k, v = qkv(2, 2, 5, 6, 8)
+    q, k, v = qkv(2, 2, 3, 5, 8)
     out, lse = attend(q, k, v)
-    dout = gaussian(2, 2, 5, 8, seed=7)
+    dout = gaussian(2, 2, 3, 8, seed=7)
     room = np.zeros(dout.nbytes + 1, "u1")[1:].view("f4").reshape(dout.shape)
     room[...] = dout
     spread = KINDS["spread"]
@@ -998,7 +995,7 @@ def empty_rows(emptying: str) -> None:
     options, empty = EMPTYING[emptying]
     q, k, v = qkv(1, 2, 6, 9, 4)
     v += 100.0
-    out, lse = check("cuda", q, k, v, **options)
+    out, lse = without = check("cuda", q, k, v, **options)
     assert np.all(out[:, :, empty] == 0.0)
     assert np.all(lse[:, :, empty] == -inf)
     rest = np.ones(6, bool)
@@ -1009,15 +1006,16 @@ def empty_rows(emptying: str) -> None:
     assert np.all(out[:, :, empty] == 0.0)
     expected = np.where(np.arange(6) < options.get("q_lens", 6), SINKS[:, None], -inf)
     np.testing.assert_array_equal(lse[0][:, empty], expected[:, empty])
-    none = attend(q, k, v, sinks=[-inf, -inf], **options)
-    assert_same_bits(none, attend(q, k, v, **options))
+    assert_same_bits(attend(q, k, v, sinks=[-inf, -inf], **options), without)
 
 
 @case(BACKWARD, emptying=EMPTYING)
 def gradients_of_empty_rows(emptying: str) -> None:
     options, empty = EMPTYING[emptying]
     q, k, v = qkv(1, 2, 6, 9, 4)
-    for extra in ({}, {"sinks": SINKS}):
+    # A sink does not ask what emptied its row: a mask, positions, lengths or a modifier.
+    with_sinks = emptying in ("mask", "causal, all", "kv_lens", "score_mod")
+    for extra in ({}, {"sinks": SINKS}) if with_sinks else ({},):
         options = options | extra
         p = Problem.build(q, k, v, **options)
         dout, dlse = incoming(p)
@@ -1176,12 +1174,16 @@ def a_visible_value_with_few_queries(storage: str) -> None:
 
 
 # an infinite score of -inf would hide its key
-ODD = [*((x, nan) for x in ("q", "k", "v", "dout", "dlse")), ("v", inf), ("dout", -inf)]
+ODD = [
+    *(("plain", x, nan) for x in ("q", "k", "v", "dout", "dlse")),
+    *(("causal", *x) for x in (("q", nan), ("k", nan), ("v", inf), ("dout", -inf))),
+    *(("modifiers", *x) for x in (("q", nan), ("k", nan), ("v", nan), ("dlse", nan))),
+]
 
 
-@case(BACKWARD, seeing=["plain", "causal", "modifiers"], odd=ODD)
-def gradients_of_what_is_not_finite(seeing: str, odd: tuple[str, float]) -> None:
-    where, value = odd
+@case(BACKWARD, odd=ODD)
+def gradients_of_what_is_not_finite(odd: tuple[str, str, float]) -> None:
+    seeing, where, value = odd
     q, k, v = qkv(1, 4, 3, 6, 4, 3)
     k, v = k[:, :2].copy(), v[:, :2].copy()
     options: dict[str, Any] = {
@@ -1363,7 +1365,7 @@ def gradients_of_an_item_have_the_same_bits_alone() -> None:
 
 @case(BACKWARD)
 def gradients_have_the_same_bits_whatever_else_is_wanted() -> None:
-    q, k, v = qkv(2, 2, 5, 6, 4)
+    q, k, v = qkv(2, 2, 3, 6, 4)
     options: dict[str, Any] = {
         "bias": gaussian(2, 1, 1, 6),
         "sinks": gaussian(2),
@@ -1390,8 +1392,8 @@ def gradients_have_the_same_bits_whatever_else_is_wanted() -> None:
 # Gradients of the bias in each of its shapes, of lower rank, by vjp, by hand
 
 SHAPES = [
-    *((3, 5), (4, 3, 5), (2, 1, 3, 5), (2, 4, 3, 5), (1, 4, 1, 5), (4, 3, 1), (2, 1, 1, 1)),
-    *((5,), (2, 4, 1, 5), (3, 1), (2, 1, 1, 5), (1, 1, 3, 1), ()),
+    *((4, 3, 5), (2, 1, 3, 5), (2, 4, 3, 5), (1, 4, 1, 5), (4, 3, 1), (2, 1, 1, 1)),
+    *((5,), (2, 4, 1, 5), (3, 1), ()),
 ]
 
 

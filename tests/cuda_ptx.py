@@ -84,6 +84,7 @@ def assemble(ptx: str, arch: str) -> Resources:
     return found
 
 
+@functools.cache
 def compiled(kernel: Any, cls: Any, cc: tuple[int, int] = (8, 0)) -> str:
     """Return the PTX of a kernel; `cls` is the NamedTuple of its arguments."""
     text: str = kernel.ptx(cls._make([1] * (len(cls._fields) - 2) + [1.0, 1.0]), cc)

@@ -26,19 +26,19 @@ from nattn.problem import Problem
 NARROW = [np.float16, ml_dtypes.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case(backend: str, case: Case, dtype: str) -> None:
+def test_case(computed: tuple[str, str], case: Case) -> None:
+    backend, dtype = computed
     q, k, v, options = case.make(dtype)
     check(backend, q, k, v, **options)
 
 
 @pytest.mark.parametrize("edge", [-1, 0, 1])
 @pytest.mark.parametrize("block", [16, 48, 64, 128, 256, 512])
-def test_sizes_around_blocks(backend: str, block: int, edge: int) -> None:
+def test_sizes_around_blocks(tiled: str, block: int, edge: int) -> None:
     q, k, v = qkv(1, 1, block + edge, block + edge, 8)
-    check(backend, q, k, v, causal=True)
-    check(backend, q[:, :, :5], k, v)
+    check(tiled, q, k, v, causal=True)
+    check(tiled, q[:, :, :5], k, v)
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (2, 7, 4), (3, 2, 7, 4)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -505,17 +504,24 @@ def test_d14_half_of_the_rows_are_hidden(backend: str) -> None:
 
 
 def test_d15_damaged_cache_files(child: Callable[..., str], tmp_path: Path) -> None:
+    # The real kernels; several processes on an empty cache are in test_cpu_jit.py.
     cache = {"NATTN_CACHE_DIR": str(tmp_path)}
-    with ThreadPoolExecutor(2) as pool:  # two processes on an empty cache
-        for done in [pool.submit(child, "one_call", **cache) for _ in range(2)]:
-            done.result()
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert files
-    for n, path in enumerate(files):
+
+    def files() -> dict[Path, int]:
+        return {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+
+    child("one_call", **cache)
+    assert files()
+    for n, path in enumerate(files()):
         content = path.read_bytes()
         path.write_bytes([b"", content[: len(content) // 2], content[::-1]][n % 3])
+    damaged = files()
     child("one_call", **cache)
+    mended = files()
+    assert mended.keys() == damaged.keys()
+    assert all(mended[path] != damaged[path] for path in mended)
     child("one_call", **cache)
+    assert files() == mended  # nothing was compiled
 
 
 def test_d15_nowhere_to_write(child: Callable[..., str], tmp_path: Path) -> None:
@@ -648,26 +654,26 @@ def test_s5_scores_whose_weights_are_subnormal(backend: str) -> None:
 
 @pytest.mark.parametrize("D", [72, 104])
 @pytest.mark.parametrize("Nk", [63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513])
-def test_s6_edges(backend: str, D: int, Nk: int) -> None:
+def test_s6_edges(tiled: str, D: int, Nk: int) -> None:
     q, k, v = qkv(1, 1, 33, Nk, D)
-    check(backend, q, k, v)
-    check(backend, q, k, v, mask=np.arange(Nk) % 5 > 0)
-    check(backend, q, np.broadcast_to(k[:, :, :1], k.shape), np.broadcast_to(v[:1, :, :1], v.shape))
+    check(tiled, q, k, v)
+    check(tiled, q, k, v, mask=np.arange(Nk) % 5 > 0)
+    check(tiled, q, np.broadcast_to(k[:, :, :1], k.shape), np.broadcast_to(v[:1, :, :1], v.shape))
 
 
 @pytest.mark.parametrize("D", [72, 104])
 @pytest.mark.parametrize("Nk", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257])
-def test_s6_edges_backward(backend: str, D: int, Nk: int) -> None:
+def test_s6_edges_backward(tiled: str, D: int, Nk: int) -> None:
     q, k, v = qkv(1, 1, 33, Nk, D)
-    check_gradients(backend, q, k, v)
-    check_gradients(backend, q, k, v, mask=np.arange(Nk) % 5 > 0)
+    check_gradients(tiled, q, k, v)
+    check_gradients(tiled, q, k, v, mask=np.arange(Nk) % 5 > 0)
     flat = np.broadcast_to(k[:, :, :1], k.shape), np.broadcast_to(v[:1, :, :1], v.shape)
-    check_gradients(backend, q, *flat)
+    check_gradients(tiled, q, *flat)
 
 
-def test_s6_edges_of_the_queries_backward(backend: str) -> None:
+def test_s6_edges_of_the_queries_backward(tiled: str) -> None:
     for Nq in (1, 15, 16, 17, 23, 24, 25, 47, 48, 49, 95, 96, 97, 191, 192, 193):
-        check_gradients(backend, *qkv(1, 1, Nq, 40, 8, 5))
+        check_gradients(tiled, *qkv(1, 1, Nq, 40, 8, 5))
 
 
 def test_s5_gradients_whose_weights_are_subnormal(backend: str) -> None:

@@ -13,7 +13,7 @@ from nattn.cuda import backward, target, tiles
 if target.SIMULATED:
     pytest.skip("the simulator compiles nothing", allow_module_level=True)
 
-FOR_90 = {("float32", 64, False), ("bfloat16", 128, True)}
+FOR_90 = {"queries": ("float32", 64, False), "keys": ("bfloat16", 128, True)}
 
 # By head dimension, with nothing done to scores: some 5 % above what they take.
 OF_QUERIES = {64: 160, 128: 192}
@@ -27,7 +27,7 @@ def test_of_queries(storage: str, D: int, everything: bool) -> None:
     tile = tiles.row_tile(storage, D, wide=True)
     kernel = backward.query_kernel(tile, functions(storage, everything, derive=True))
     ceiling = MOST if storage == "float64" or everything else OF_QUERIES[D]
-    check_resources(kernel, backward.ARGS, (storage, D, everything) in FOR_90, ceiling)
+    check_resources(kernel, backward.ARGS, (storage, D, everything) == FOR_90["queries"], ceiling)
 
 
 @pytest.mark.parametrize(("storage", "D", "everything"), CALLS)
@@ -35,11 +35,11 @@ def test_of_keys_and_values(storage: str, D: int, everything: bool) -> None:
     tile = tiles.key_tile(storage, D, wide=True)
     kernel = backward.key_kernel(tile, functions(storage, everything, derive=True))
     ceiling = MOST if storage == "float64" or everything else OF_KEYS[D]
-    check_resources(kernel, backward.ARGS, (storage, D, everything) in FOR_90, ceiling)
+    check_resources(kernel, backward.ARGS, (storage, D, everything) == FOR_90["keys"], ceiling)
 
 
 @pytest.mark.parametrize(
-    ("storage", "everything"), [("float32", False), *((storage, True) for storage in STORAGE)]
+    ("storage", "everything"), [("float32", False), ("float64", True), ("bfloat16", True)]
 )
 def test_of_a_bias(storage: str, everything: bool) -> None:
     tile = tiles.pair_tile(storage, wide=True)

@@ -66,9 +66,9 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 # Every case against the reference, within the budget
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case(backend: str, case: Case, dtype: str) -> None:
+def test_case(computed: tuple[str, str], case: Case) -> None:
+    backend, dtype = computed
     q, k, v, options = case.make(dtype)
     check_gradients(backend, q, k, v, **options)
 
@@ -80,8 +80,8 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_bias_of_every_shape(backend: str, shape: tuple[int, ...], dtype: str) -> None:
+def test_bias_of_every_shape(computed: tuple[str, str], shape: tuple[int, ...]) -> None:
+    backend, dtype = computed
     q, k, v = qkv(2, 4, 50, 90, 8, dtype=dtype)
     bias = np.random.default_rng(0).standard_normal(shape).astype(dtype)
     got = check_gradients(backend, q, k[:, :2], v[:, :2], bias=bias, causal=True, softcap=2.0)
@@ -95,20 +95,20 @@ def test_bias_of_every_shape(backend: str, shape: tuple[int, ...], dtype: str) -
 
 @pytest.mark.parametrize("edge", [-1, 0, 1])
 @pytest.mark.parametrize("block", [16, 48, 64, 128, 256, 512])
-def test_sizes_around_blocks(backend: str, block: int, edge: int) -> None:
+def test_sizes_around_blocks(tiled: str, block: int, edge: int) -> None:
     q, k, v = qkv(1, 1, block + edge, block + edge, 8)
-    check_gradients(backend, q, k, v, causal=True)
-    check_gradients(backend, q[:, :, :5], k, v)
-    check_gradients(backend, q, k[:, :, :5], v[:, :, :5])
+    check_gradients(tiled, q, k, v, causal=True)
+    check_gradients(tiled, q[:, :, :5], k, v)
+    check_gradients(tiled, q, k[:, :, :5], v[:, :, :5])
 
 
 @pytest.mark.parametrize("n_kv", [1000, 2049, 5000])
-def test_several_parts_of_the_keys(backend: str, n_kv: int) -> None:
+def test_several_parts_of_the_keys(tiled: str, n_kv: int) -> None:
     q, k, v = qkv(2, 2, 60, n_kv, 8)
     bias = gaussian(2, 1, 1, n_kv)
     options: dict[str, Any] = {"kv_lens": [n_kv, n_kv // 3], "sinks": [0.5, -1.0]}
-    check_gradients(backend, q, k, v, bias=bias, **options)
-    check_gradients(backend, q, k, v, alibi_slopes=[0.01, 0.002], causal=True, **options)
+    check_gradients(tiled, q, k, v, bias=bias, **options)
+    check_gradients(tiled, q, k, v, alibi_slopes=[0.01, 0.002], causal=True, **options)
 
 
 def test_block_mask_gives_the_same_bits() -> None:
