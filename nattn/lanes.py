@@ -894,6 +894,20 @@ def store(typingctx: Any, address: Any, x: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, which may lie outside any array."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        ty = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        fetch = cgutils.get_or_insert_function(b.module, ty, "llvm.prefetch.p0")
+        b.call(fetch, [b.inttoptr(args[0], pointer), I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def read(typingctx: Any, tile: Any, address: Any) -> Any:
     """Return one float of the tile's type from a byte address."""
     to = tile.real.dtype
@@ -1212,6 +1226,38 @@ def store_panels(typingctx: Any, tile: Any, address: Any, x: Any, panel: Any) ->
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, x, types.int64), codegen
+
+
+def _shuffled(b: Any, x: Any, y: Any, width: int, lanes: range | list[int]) -> Any:
+    """Return those lanes of two vectors, counted from the first of x to the last of y."""
+    if width == 1:
+        return (x, y)[lanes[0]]
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, width), list(lanes)))
+
+
+@intrinsic
+def part_pairs(typingctx: Any, tile: Any, x: Any, y: Any) -> Any:
+    """Return the even lanes of two vectors, one after the other, and the odd ones."""
+    width = x.width
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        parts = [_shuffled(b, args[1], args[2], width, range(i, 2 * width, 2)) for i in (0, 1)]
+        return context.make_tuple(b, sig.return_type, parts)
+
+    return types.UniTuple(x, 2)(tile, x, y), codegen
+
+
+@intrinsic
+def join_pairs(typingctx: Any, tile: Any, x: Any, y: Any) -> Any:
+    """Return two vectors in which the lanes of x and y alternate: what undoes `part_pairs`."""
+    width = x.width
+    lanes = [start + n for n in range(width) for start in (0, width)]
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        halves = [_shuffled(b, args[1], args[2], width, lanes[i : i + width]) for i in (0, width)]
+        return context.make_tuple(b, sig.return_type, halves)
+
+    return types.UniTuple(x, 2)(tile, x, y), codegen
 
 
 def _integer_access(name: str, ty: Any, numba_type: Any) -> Any:

@@ -115,10 +115,122 @@ def backward(
     return total
 
 
-def _one_head(p: Problem, b: int, h: int) -> tuple[Float64Array, Float64Array]:
-    s, visible = scores(p, b, h)
-    v = np.array(p.v[b, h // p.group, : int(p.kv_lens[b])], np.float64, order="C")
+def weights(problem: Problem, rows: NDArray[np.int64]) -> Float64Array:
+    """Return the softmax's weights of chosen rows, before dropout.
 
+    Parameters
+    ----------
+    problem : Problem
+        The call; its values are not read.
+    rows : ndarray of int64
+        ``(R,)`` row numbers from 0 to ``Nq - 1``, in any order, some of them several times.
+
+    Returns
+    -------
+    ndarray of float64
+        ``(B, Hq, R, Nk)``. 0 at hidden keys, in rows past q_lens too; NaN at the visible keys of a
+        row whose log-sum-exp is NaN.
+
+    Raises
+    ------
+    TypeError, IndexError
+        As `forward` does for a score_mod or mask_mod.
+    """
+    p = problem
+    found = np.zeros((p.B, p.Hq, len(rows), p.Nk))
+    with np.errstate(all="ignore"):
+        for b in range(p.B):
+            exist = rows < p.q_lens[b]
+            for h in range(p.Hq):
+                s, visible = scores(p, b, h, rows[exist])
+                w, _ = _softmax(p, h, s)
+                found[b, h, exist, : int(p.kv_lens[b])] = np.where(visible, w, 0.0)
+    return found
+
+
+def observe(
+    problem: Problem,
+    *,
+    size: tuple[int, int] | None,
+    stats: bool,
+    progress: Callable[[float], object] | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Return what there is to see of the softmax's weights, before dropout.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call; its values are not read.
+    size : tuple of int or None
+        ``(s0, s1)``: into how many blocks the rows and the keys are cut, at most as many as there
+        are. Row ``i`` is in block ``i * s0 // Nq``, key ``j`` in block ``j * s1 // Nk``.
+    stats : bool
+        Whether to describe each row.
+    progress : callable, optional
+        Called with the fraction that is done after each head.
+
+    Returns
+    -------
+    dict
+        In the compute dtype: "lse", ``(B, Hq, Nq)``; with `size` "map", ``(B, Hq, s0, s1)``, the
+        sum of the weights of each block; with `stats` "entropy" and "max_weight", ``(B, Hq, Nq)``,
+        and beside them "argmax" in int64, the first key of the largest score. They are 0, 0 and -1
+        of a row that sees no key, and NaN, NaN and -1 of one whose log-sum-exp is NaN.
+
+    Raises
+    ------
+    TypeError, IndexError
+        As `forward` does for a score_mod or mask_mod.
+    """
+    p = problem
+    rows = (p.B, p.Hq, p.Nq)
+    found: dict[str, NDArray[Any]] = {"lse": np.full(rows, -np.inf, p.compute)}
+    if size is not None:
+        found["map"] = np.zeros((p.B, p.Hq, *size), p.compute)
+    if stats:
+        found |= {name: np.zeros(rows, p.compute) for name in ("entropy", "max_weight")}
+        found["argmax"] = np.full(rows, -1, np.int64)
+    with np.errstate(all="ignore"):
+        for b in range(p.B):
+            n_q, n_kv = int(p.q_lens[b]), int(p.kv_lens[b])
+            at: tuple[Any, ...]
+            for h in range(p.Hq):
+                at = (b, h, slice(n_q))
+                s, visible = scores(p, b, h)
+                w, lse = _softmax(p, h, s)
+                w = np.where(visible, w, 0.0)
+                found["lse"][at] = lse
+                if size is not None and all(size):
+                    whole = np.zeros((p.Nq, p.Nk))
+                    whole[:n_q, :n_kv] = w
+                    found["map"][b, h] = _block_sums(whole, size)
+                if stats:
+                    bad = np.isnan(lse)
+                    terms = np.where(w == 0.0, 0.0, w * np.log(w))
+                    found["entropy"][at] = np.where(bad, np.nan, 0.0 - terms.sum(axis=1))
+                    found["max_weight"][at] = np.where(bad, np.nan, w.max(axis=1, initial=0.0))
+                    none = bad | ~visible.any(axis=1)
+                    # by score: of a row with a large sink all weights may underflow to 0
+                    found["argmax"][at] = np.where(none, -1, s.argmax(axis=1)) if n_kv else -1
+                if progress is not None:
+                    progress((b * p.Hq + h + 1) / (p.B * p.Hq))
+    return found
+
+
+def _block_sums(x: Float64Array, size: tuple[int, int]) -> Float64Array:
+    """Add up what lies in each block of rows and columns; there are no more blocks than those."""
+    for axis, blocks in enumerate(size):
+        n = x.shape[axis]
+        first = -(-np.arange(blocks) * n // blocks)  # the smallest i with i * blocks // n == block
+        x = np.add.reduceat(x, first, axis=axis)
+    return x
+
+
+def _softmax(p: Problem, h: int, s: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Return the weights of scores and the log-sum-exp of each row.
+
+    Of an empty row, and at hidden keys of one that is NaN, the weights mean nothing.
+    """
     # exp(s - lse) would lose the digits of a large s: take out the maximum first
     sink = -np.inf if p.sinks is None else float(p.sinks[h])
     row_max = np.maximum(s.max(axis=1, keepdims=True, initial=-np.inf), sink)
@@ -126,12 +238,17 @@ def _one_head(p: Problem, b: int, h: int) -> tuple[Float64Array, Float64Array]:
     weight = np.exp(s - row_max)  # 0 where hidden
     row_sum = weight.sum(axis=1, keepdims=True) + np.exp(sink - row_max)
     lse = row_max + np.log(row_sum)
+    return weight / row_sum, lse[:, 0]
 
-    p_ij = weight / row_sum
+
+def _one_head(p: Problem, b: int, h: int) -> tuple[Float64Array, Float64Array]:
+    s, visible = scores(p, b, h)
+    v = np.array(p.v[b, h // p.group, : int(p.kv_lens[b])], np.float64, order="C")
+    p_ij, lse = _softmax(p, h, s)
     kept = _kept(p, b, h, visible)
     out = _weighted_sum(np.where(kept, p_ij / (1.0 - p.dropout_p), 0.0), v, kept)
     # NaN in a row's lse shows, also where no key is left to carry it
-    return np.where(np.isnan(lse), np.nan, out), lse[:, 0]
+    return np.where(np.isnan(lse)[:, None], np.nan, out), lse
 
 
 def _one_head_backward(
@@ -195,7 +312,9 @@ def _add_broadcast(total: Float64Array, b: int, h: int, x: Float64Array) -> None
     place[: x.shape[0], : x.shape[1]] += x
 
 
-def scores(p: Problem, b: int, h: int) -> tuple[Float64Array, NDArray[np.bool_]]:
+def scores(
+    p: Problem, b: int, h: int, rows: NDArray[np.int64] | None = None
+) -> tuple[Float64Array, NDArray[np.bool_]]:
     """Return the scores of one head and which keys each row sees.
 
     Parameters
@@ -204,37 +323,43 @@ def scores(p: Problem, b: int, h: int) -> tuple[Float64Array, NDArray[np.bool_]]
         The call.
     b, h : int
         Batch item and query head.
+    rows : ndarray of int64, optional
+        Which rows, each below the item's q_len; all of them by default.
 
     Returns
     -------
     s : ndarray of float64
-        ``(q_len, kv_len)``, after modifiers, ALiBi and bias; -inf where hidden.
+        ``(q_len, kv_len)``, after modifiers, ALiBi and bias; -inf where hidden. Of chosen rows
+        ``(R, kv_len)``.
     visible : ndarray of bool
-        ``(q_len, kv_len)``.
+        As s.
     """
-    s, visible, _ = _scores(p, b, h)
+    s, visible, _ = _scores(p, b, h, rows=rows)
     return s, visible
 
 
-def _queries_and_keys(p: Problem, b: int, h: int) -> tuple[Float64Array, Float64Array]:
+def _queries_and_keys(
+    p: Problem, b: int, h: int, rows: NDArray[np.int64] | None = None
+) -> tuple[Float64Array, Float64Array]:
     n_q, n_kv = int(p.q_lens[b]), int(p.kv_lens[b])  # what lies behind does not exist
-    q = np.array(p.q[b, h, :n_q], np.float64, order="C")
+    q = np.array(p.q[b, h, :n_q] if rows is None else p.q[b, h, rows], np.float64, order="C")
     k = np.array(p.k[b, h // p.group, :n_kv], np.float64, order="C")
     return q, k
 
 
 def _scores(
-    p: Problem, b: int, h: int, derive: bool = False
+    p: Problem, b: int, h: int, derive: bool = False, rows: NDArray[np.int64] | None = None
 ) -> tuple[Float64Array, NDArray[np.bool_], Any]:
     """Return what `scores` does, and the derivative of s by ``scale * q @ k.T`` if it is wanted."""
-    q, k = _queries_and_keys(p, b, h)
-    n_q, n_kv = len(q), len(k)
-    i = np.arange(n_q)[:, None]
+    q, k = _queries_and_keys(p, b, h, rows)
+    n_kv = len(k)
+    rows = np.arange(len(q)) if rows is None else rows
+    i = rows[:, None]
     j = np.arange(n_kv)[None, :]
     lo, hi = p.visible_range(b, i)
     visible = (lo <= j) & (j < hi)
     if p.mask is not None:
-        visible &= p.mask[b, h, :n_q, :n_kv]
+        visible &= p.mask[b, h, rows, :n_kv]
 
     # one element each, not numbers: an array broadcasts, and a Python `if` on it is refused
     item, head = np.full((1, 1), b), np.full((1, 1), h)
@@ -256,7 +381,7 @@ def _scores(
         score_mod.check_indices(seen)
     visible &= s != -np.inf
     if p.bias is not None:
-        bias = p.bias[b, h, :n_q, :n_kv].astype(p.compute).astype(np.float64)
+        bias = p.bias[b, h, rows, :n_kv].astype(p.compute).astype(np.float64)
         visible &= bias != -np.inf  # selected, not added: it hides a NaN score too
         s = s + bias
         visible &= s != -np.inf

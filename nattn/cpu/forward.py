@@ -63,13 +63,15 @@ ARGS = Struct(
         *("Hq", "group", "Nq", "Nk", "D", "Dv"),
         # keys of a block
         "block",
-        # streams of an item, heads in one, its rows and tiles; how the tiles form tasks
-        *("streams", "heads", "rows", "tiles", "tiles_per_task", "tasks_per_stream"),
+        # streams of an item, heads in one, its rows; the tiles from `first_tile` to before `tiles`,
+        # and how they form tasks
+        *("streams", "heads", "rows", "first_tile", "tiles", "tiles_per_task", "tasks_per_stream"),
         # what is visible: addresses of int64 (B,), and numbers (left, right: -1 is open)
         *("q_offset", "q_lens", "kv_lens", "causal", "left", "right"),
         # tile functions: address of (function, params) pairs, and their number: for scores, for
-        # hiding scores where a block is mixed, and for probabilities
-        *("functions", "n_functions", "masks", "n_masks", "drops", "n_drops"),
+        # hiding scores where a block is mixed, and for probabilities (to drop or observe them);
+        # whether hidden probabilities are to be marked at once
+        *("functions", "n_functions", "masks", "n_masks", "drops", "n_drops", "careful"),
         # addresses: of the logit of each head's sink, and the params of the argument mask (0: none)
         *("sinks", "mask"),
         # block mask: address of its kinds (0: none), bytes over item, head and row of blocks, rows
@@ -130,7 +132,7 @@ def forward_worker(tile):
             first_head = (stream - b * a.streams) * a.heads
             k = a.k + b * a.k_b + first_head // a.group * a.k_h
             v = a.v + b * a.v_b + first_head // a.group * a.v_h
-            first_tile = part * a.tiles_per_task
+            first_tile = a.first_tile + part * a.tiles_per_task
             n_tiles = min(a.tiles_per_task, a.tiles - first_tile)
             context.batch = b
             context.offset = read_int64(a.q_offset + 8 * b)
@@ -155,7 +157,7 @@ def forward_worker(tile):
                 state = tile_state(a, scratch, t)
                 lo, hi = min(lo, state.lo), max(hi, state.hi)
 
-            careful, pending = False, n_tiles
+            careful, pending = a.careful != 0, n_tiles
             while pending:
                 for n0 in range(lo // block * block, hi, block):
                     if stopped(a.control):
@@ -229,6 +231,7 @@ def forward_worker(tile):
                             mark_hidden(tile, p, rows, scratch + a.marks)
                         if a.n_drops:
                             context.first_key, context.n_keys = t_lo, rows
+                            context.row_max = row_max
                             apply(a.drops, a.n_drops, p, 0, scratch + a.context)
 
                         acc = scratch + a.acc + t * columns * row

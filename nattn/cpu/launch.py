@@ -6,7 +6,7 @@ import ctypes
 import functools
 import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from . import backward as back
 from . import score, threads, tiles
 from .classify import classify
 from .forward import ARGS, forward_worker
+from .observe import TILES_TOGETHER, Columns, Rows, RowSums, sum_of_rows
 
-__all__ = ["backward", "classify", "forward"]
+__all__ = ["backward", "classify", "forward", "observe"]
 
 TINY = 5e6
 """Below this the calling thread is done before another one would have begun."""
@@ -37,6 +38,9 @@ class Plan:
 
     tile: Tile
     packed: bool  # whether the lanes of a tile belong to several heads
+    streams: int
+    heads: int  # of a stream
+    end_tile: int
     worker: int
     sizes: tuple[int, ...]  # the fields of ARGS from Hq to tasks_per_stream
     areas: tuple[int, ...]
@@ -46,7 +50,17 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    dtype: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: int, workers: int
+    dtype: str,
+    B: int,
+    Hq: int,
+    group: int,
+    Nq: int,
+    Nk: int,
+    D: int,
+    Dv: int,
+    workers: int,
+    first_tile: int = 0,
+    end_tile: int | None = None,
 ) -> Plan:
     """Choose tiles, tasks and scratch; compile the kernel if need be."""
     # Heads that share their keys form one stream where together they fit in one tile: separately
@@ -56,17 +70,21 @@ def plan(
     streams, rows = Hq // heads, Nq * heads
     tile = tiles.choose_tile(dtype, rows)
     block = tiles.block_kv(dtype, D)
-    n_tiles = -(-rows // tile.lanes)
+    end = -(-rows // tile.lanes) if end_tile is None else end_tile
+    n_tiles = end - first_tile
     per_task = tiles.tiles_per_task(tile, block, D, Dv, n_tiles, B * streams, workers)
     tasks_per_stream = -(-n_tiles // per_task)
     layout = tiles.scratch_layout(tile, block, per_task, D, Dv)
     return Plan(
         tile,
         packed,
+        streams,
+        heads,
+        end,
         forward_worker(tile),
         (
             *(Hq, group, Nq, Nk, D, Dv, block),
-            *(streams, heads, rows, n_tiles, per_task, tasks_per_stream),
+            *(streams, heads, rows, first_tile, end, per_task, tasks_per_stream),
         ),
         tuple(layout[name] for name in tiles.AREAS),
         layout["end"],
@@ -114,21 +132,41 @@ def forward(
     progress : callable, optional
         Called now and then with the fraction that is done.
     """
-    p = problem
     if lse.size == 0:
         return
-    if p.Nk == 0:
-        _without_keys(p, out, lse)
+    if problem.Nk == 0:
+        _without_keys(problem, out, lse)
         return
+    _run(problem, out, lse, progress=progress)
+
+
+def _run(
+    p: Problem,
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    *,
+    first_tile: int = 0,
+    end_tile: int | None = None,
+    observers: tuple[score.TileFunction, ...] = (),
+    careful: bool = False,
+    progress: threads.Progress | None = None,
+) -> None:
+    """Do what `forward` does, for some of the tiles of each stream of rows if so asked.
+
+    `observers` are tile functions that get the probabilities; with `careful` hidden ones are -0.0.
+    """
     dtype = compute_name(p.dtype)
     # The softmax and each tile function are work, too: some operations for every score.
-    operands = (p.bias is not None) + (p.mask is not None)
+    operands = (p.bias is not None) + (p.mask is not None) + len(observers)
     extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
     flops = float(p.B * p.Hq * p.Nq * p.Nk) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
     workers = 1 if flops < TINY else threads.thread_count()
-    todo = plan(dtype, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, workers)
+    sizes = (p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv)
+    todo = plan(dtype, *sizes, workers, first_tile, end_tile)
     workers = min(workers, todo.n_tasks)
-    bound = _tile_functions(p, todo.tile, todo.packed) if extras else _NO_FUNCTIONS
+    bound = _NO_FUNCTIONS
+    if extras:
+        bound = _tile_functions(p, todo.tile, todo.packed, observers=observers)
     scratch = _scratch.take(workers * todo.scratch_bytes + 64)
     control = threads.new_control(todo.n_tasks)
     left, right = p.window
@@ -142,6 +180,7 @@ def forward(
         *(p.q_offset.ctypes.data, p.q_lens.ctypes.data, p.kv_lens.ctypes.data),
         *(p.causal, -1 if left is None else left, -1 if right is None else right),
         *bound.words,
+        careful,
         *(0 if p.sinks is None else p.sinks.ctypes.data, bound.mask),
         *_blocks(p),
         ctypes.addressof(control),
@@ -149,7 +188,7 @@ def forward(
         *todo.areas,
         *(p.scale, 1.0 - p.dropout_p),
     )
-    keep = (problem, out, lse, scratch, control, bound)
+    keep = (p, out, lse, scratch, control, bound)
     threads.run(todo.worker, args, control, workers, flops, keep=keep, progress=progress)
     _scratch.give_back(scratch)
     score.raise_outside(bound.names, threads.troubles(control))
@@ -195,7 +234,13 @@ class _Functions:
 _NO_FUNCTIONS = _Functions((0,) * 6, 0, (), ())
 
 
-def _tile_functions(p: Problem, tile: Tile, packed: bool, derive: bool = False) -> _Functions:
+def _tile_functions(
+    p: Problem,
+    tile: Tile,
+    packed: bool,
+    derive: bool = False,
+    observers: tuple[score.TileFunction, ...] = (),
+) -> _Functions:
     """Compile and bind what happens to the scores and probabilities of a call.
 
     With `derive` the modifiers give their derivative too.
@@ -212,7 +257,7 @@ def _tile_functions(p: Problem, tile: Tile, packed: bool, derive: bool = False) 
     masks = []
     if p.mask_mod is not None:
         masks.append(score.user_function("mask_mod", p.mask_mod, tile, far, packed))
-    drops = []
+    drops = list(observers)
     if p.dropout_p > 0.0:
         drops.append(score.drop_function(tile, p.dropout_p, p.seed, packed))
     words: list[int] = []
@@ -240,6 +285,108 @@ def _blocks(p: Problem) -> tuple[int, ...]:
         i,
         p.block_mask.block_size,
     )
+
+
+# Looking at the weights
+
+MOST_STATE = 12 << 20
+"""Bytes that the sums of a map may take at once, if more than a few rows need them."""
+
+
+def observe(
+    problem: Problem,
+    *,
+    size: tuple[int, int] | None = None,
+    stats: bool = False,
+    progress: threads.Progress | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Return what the weights of a problem are like, in one pass over its keys.
+
+    Values are not read, and nothing is dropped.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call, checked.
+    size : (int, int), optional
+        For a map: row i is in block ``i * size[0] // Nq``, key j in ``j * size[1] // Nk``.
+    stats : bool, default False
+        Whether each row's statistics are wanted.
+    progress : callable, optional
+        Called now and then with the fraction that is done.
+
+    Returns
+    -------
+    dict
+        ``lse`` (B, Hq, Nq); ``map`` (B, Hq, *size), the sums of the weights in each block;
+        ``entropy``, ``max_weight`` and ``argmax`` (int64, -1 without one), (B, Hq, Nq).
+    """
+    # The running maximum, too, is one of keys; sinks come in at the end.
+    p = replace(problem, v=problem.v[..., :0], Dv=0, dropout_p=0.0, sinks=None)
+    pairs = (p.B, p.Hq, p.Nq)
+    out, lse = np.empty((*pairs, 0), p.dtype), np.empty(pairs, p.compute)
+    found: dict[str, NDArray[Any]] = {"lse": lse}
+    if stats:
+        found |= {name: np.zeros(pairs, p.compute) for name in ("entropy", "max_weight")}
+        found["argmax"] = np.full(pairs, -1, np.int64)
+    if size is not None:
+        found["map"] = np.zeros((p.B, p.Hq, *size), p.compute)
+    if lse.size == 0 or p.Nk == 0:
+        forward(replace(p, sinks=problem.sinks), out, lse)
+        if stats:  # of a sink that is not finite
+            found["entropy"][np.isnan(lse)] = found["max_weight"][np.isnan(lse)] = np.nan
+        return found
+
+    sinks_of_rows = None
+    if problem.sinks is not None:
+        exists = np.arange(p.Nq) < p.q_lens[:, None, None]
+        # a sink of +inf makes its rows NaN, as one of NaN does
+        finite = np.where(problem.sinks == np.inf, np.nan, problem.sinks).astype(p.compute)
+        sinks_of_rows = np.where(exists, finite[:, None], np.array(-np.inf, p.compute))
+    whole = plan(compute_name(p.dtype), p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, 0, 1)
+    n_tiles = step = whole.end_tile
+    total = None
+    if size is not None:
+        total = np.zeros((p.B * whole.streams, whole.heads * size[0], size[1]))
+        of_tile = p.B * whole.streams * size[1] * 2 * whole.tile.lanes * p.compute.itemsize
+        most = MOST_STATE // max(of_tile, 1)
+        step = max(TILES_TOGETHER, most // TILES_TOGETHER * TILES_TOGETHER)
+    for first in range(0, n_tiles, step):
+        end = min(n_tiles, first + step)
+        rows = Rows(whole.tile, p.B, whole.streams, whole.heads, p.Nq, first, end)
+        run = functools.partial(_run, p, out, first_tile=first, end_tile=end)
+        columns = None if size is None else Columns(rows, p.Nk, size[1])
+        sums = RowSums(rows) if stats else None
+        both = tuple(x.function for x in (columns, sums) if x is not None)
+        part = None if progress is None else _part_of(progress, first / n_tiles, end / n_tiles)
+        run(lse, observers=both, progress=part)
+        sinks = None if sinks_of_rows is None else rows.of_streams(sinks_of_rows)
+        with np.errstate(all="ignore"):
+            own = rows.of_streams(lse)
+            if sinks is not None:
+                np.logaddexp(own, sinks, out=own)
+            nan = np.isnan(own)
+            if sums is not None:
+                entropy, largest, argmax = sums.stats(sinks)
+                rows.of_streams(found["entropy"])[...] = np.where(nan, np.nan, entropy)
+                rows.of_streams(found["max_weight"])[...] = np.where(nan, np.nan, largest)
+                rows.of_streams(found["argmax"])[...] = np.where(nan, -1, argmax)
+            if size is not None and columns is not None and total is not None:
+                weights = columns.weights(sinks)
+                if nan.any():
+                    # NaN shows where the row sees a key, whatever has become of its weight.
+                    seen = Columns(rows, p.Nk, size[1], count=True)
+                    run(np.empty_like(lse), observers=(seen.function,), careful=True)
+                    weights[nan] = np.where(seen.counts()[nan] > 0, np.nan, 0.0)
+                sum_of_rows(weights, rows, size[0], total)
+    if total is not None:
+        found["map"][...] = total.reshape(found["map"].shape)
+    return found
+
+
+def _part_of(progress: threads.Progress, start: float, end: float) -> threads.Progress:
+    """Return what reports the progress of a part."""
+    return lambda done: progress(start + done * (end - start))
 
 
 # The backward pass

@@ -82,6 +82,8 @@ CONTEXT = Struct(
         *("top", "mask"),
         # scratch: addresses of an int64 for each lane, and of W x W floats
         *("table", "temp"),
+        # of probabilities: address of the vectors that they are relative to
+        "row_max",
     ),
 )
 """Which scores a tile holds."""
