@@ -14,11 +14,13 @@ PACKAGE = Path(nattn.__file__).parent
 
 ROWS = (  # each uses only the rows under it
     {"__main__"},
-    {"bench", "demo"},
+    {"bench", "demo", "explain"},
     {"measure"},
+    {"learning", "minilm"},
     {"kvcache", "diagnostics", "nn", "integrations"},
     {"blockmask"},
-    {"__init__", "api", "positional"},
+    {"positional"},
+    {"__init__", "api"},
     {"cpu", "reference", "cuda"},
     {"problem", "dense"},
     {"masks", "mods", "device_arrays"},
@@ -28,11 +30,12 @@ ROWS = (  # each uses only the rows under it
 )
 HEIGHT = {room: len(ROWS) - i for i, row in enumerate(ROWS) for room in row}
 BACKENDS = {"cpu", "reference", "cuda"}
-SHOWN = {("__init__", "api"), ("__init__", "positional"), ("__init__", "blockmask")}
+SHOWN = {("__init__", x) for x in ("api", "positional", "blockmask", "diagnostics", "nn")}
 """The package's own face shows what lies beside it and above."""
 
 LIGHT = {"__init__", "api", "blockmask", "problem", "reference", "dense", "masks", "mods"}
 LIGHT |= {"functions", "dtypes", "progress", "device_arrays"}
+LIGHT |= {"diagnostics", "nn", "positional", "learning"}
 LLVM = {"elementary", "lanes", "dual"}
 LLVM_VERSION_ONLY = {"__main__"}
 JIT = {"njit", "jit", "cfunc", "vectorize", "guvectorize"}
