@@ -58,7 +58,7 @@ def load_backend(name: str) -> ModuleType:
     return found
 
 
-def _backend_for(problem: Problem, name: str) -> ModuleType:
+def backend_for(problem: Problem, name: str) -> ModuleType:
     """Return the module of the backend that a call asks for, if it can do all of the call.
 
     Raises
@@ -504,7 +504,7 @@ def _forward(
     problem: Problem, out: Any, backend: str, progress: Progress | None
 ) -> tuple[Any, Any]:
     """Return `out`, which is made if there is none, and lse, in the caller's rank and kind."""
-    forward = _backend_for(problem, backend).forward
+    forward = backend_for(problem, backend).forward
     new_out, lse = problem.new_results(out)
     forward(problem, problem.as_bhnd(new_out), problem.as_bhn(lse), progress=progress)
     return new_out, lse
@@ -762,5 +762,5 @@ def _backward(
     """Do what `attention_backward` does, calling ``progress(fraction_done)`` now and then."""
     names = problem.check_wrt(wrt)
     incoming = problem.check_incoming(dout, out, lse, dlse)
-    found = _backend_for(problem, backend).backward(problem, *incoming, names, progress=progress)
+    found = backend_for(problem, backend).backward(problem, *incoming, names, progress=progress)
     return Gradients(*(problem.gradient_as_given(x, found[x]) if x in names else None for x in WRT))

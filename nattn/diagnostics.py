@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import reference
-from .api import Arguments, _backend_for, load_backend
+from .api import Arguments, backend_for, load_backend
 from .device_arrays import DeviceArray
-from .problem import Array, Problem, _as_array, _show, check_integer
+from .problem import Array, Problem, as_array, check_integer, show
 
 
 class RowStats(NamedTuple):
@@ -280,7 +280,7 @@ def key_mass(
     one: NDArray[Any] = np.ones((), p.dtype)
     out = np.zeros((p.B, p.Hq, p.Nq, 1), p.dtype)
     found = None if lse is None else _checked_lse(p, lse)
-    module = _backend_for(p, backend)
+    module = backend_for(p, backend)
     if found is None:
         found = np.empty((p.B, p.Hq, p.Nq), p.compute)
         module.forward(p, out, found)
@@ -302,7 +302,7 @@ def _problem(q: Any, k: Any, Dv: int, args: Any) -> Problem:
     unknown = args.keys() - Arguments.__optional_keys__
     if unknown:
         raise TypeError(f"expected arguments of nattn.attention, got {min(unknown)!r}")
-    q, k = _as_array("q", q), _as_array("k", k)
+    q, k = as_array("q", q), as_array("k", k)
     for name, x in (("q", q), ("k", k)):
         if isinstance(x, DeviceArray):
             raise NotImplementedError(
@@ -332,7 +332,7 @@ def _observer(problem: Problem, backend: str) -> ModuleType:
             "backend: expected 'auto', 'cpu' or 'reference', got 'cuda', which has no kernel that "
             "looks at weights; use backend='cpu' on arrays in host memory"
         )
-    return _backend_for(problem, backend)
+    return backend_for(problem, backend)
 
 
 def _row_numbers(rows: Any, Nq: int) -> NDArray[np.int64]:
@@ -342,13 +342,13 @@ def _row_numbers(rows: Any, Nq: int) -> NDArray[np.int64]:
         return every
     expected = f"row numbers from {-Nq} to {Nq - 1}" if Nq else "no row number, for there is no row"
     if not isinstance(rows, slice):
-        rows = _as_array("rows", rows)
+        rows = as_array("rows", rows)
         if isinstance(rows, DeviceArray):
             raise TypeError(f"rows: expected {expected} in host memory, got an array {rows.source}")
         if rows.size == 0 and rows.ndim == 1:
             rows = rows.astype(np.int64)  # [] has a float dtype
         if rows.dtype.kind not in "iub" or (rows.ndim == 0 and rows.dtype.kind == "b"):
-            raise TypeError(f"rows: expected {expected}, got {_show(rows[()])}")
+            raise TypeError(f"rows: expected {expected}, got {show(rows[()])}")
         if rows.ndim > 1:
             raise ValueError(f"rows: expected one axis at most, got shape {rows.shape}")
     try:
@@ -361,10 +361,10 @@ def _map_size(size: Any) -> tuple[int, int]:
     expected = "a number of blocks from 1, or one for rows and one for keys"
     numbers = size if isinstance(size, (tuple, list)) else (size, size)
     if len(numbers) != 2:
-        raise ValueError(f"size: expected {expected}, got {_show(size)}")
+        raise ValueError(f"size: expected {expected}, got {show(size)}")
     s0, s1 = (check_integer("size", n, expected) for n in numbers)
     if s0 < 1 or s1 < 1:
-        raise ValueError(f"size: expected {expected}, got {_show(size)}")
+        raise ValueError(f"size: expected {expected}, got {show(size)}")
     return s0, s1
 
 
@@ -490,10 +490,10 @@ def plot_attention(
 
 def _pictures(weights: Any) -> tuple[NDArray[Any], bool]:
     """Return ``(H, R, M)``, and whether there is but one picture with no axis of heads."""
-    x = _as_array("weights", weights)
+    x = as_array("weights", weights)
     expected = "shape (R, M) or (H, R, M)"
     if isinstance(x, DeviceArray) or x.dtype.kind not in "fiu":
-        raise TypeError(f"weights: expected real numbers of {expected}, got {_show(weights)}")
+        raise TypeError(f"weights: expected real numbers of {expected}, got {show(weights)}")
     while x.ndim > 2 and x.shape[0] == 1:
         x = x[0]
     if x.ndim not in (2, 3) or x.size == 0:
@@ -506,7 +506,7 @@ def _labels(name: str, given: Any, n: int, of: str) -> list[str] | None:
         return None
     expected = f"{n} strings, one for each {of}"
     if isinstance(given, str) or not isinstance(given, (Sequence, np.ndarray)):
-        raise TypeError(f"{name}: expected {expected}, got {_show(given)}")
+        raise TypeError(f"{name}: expected {expected}, got {show(given)}")
     if len(given) != n:
         raise ValueError(f"{name}: expected {expected}, got {len(given)}")
     return [str(x) for x in given]
@@ -519,10 +519,10 @@ def _extent(
         return None
     expected = "two numbers from 1, of rows and of keys"
     if not isinstance(tokens, (tuple, list)) or len(tokens) != 2:
-        raise TypeError(f"tokens: expected {expected}, got {_show(tokens)}")
+        raise TypeError(f"tokens: expected {expected}, got {show(tokens)}")
     rows, keys = (check_integer("tokens", n, expected) for n in tokens)
     if rows < 1 or keys < 1:
-        raise ValueError(f"tokens: expected {expected}, got {_show(tokens)}")
+        raise ValueError(f"tokens: expected {expected}, got {show(tokens)}")
     if columns is not None or lines is not None:
         raise ValueError("tokens: expected None beside words, which name each row and column")
     return -0.5, keys - 0.5, rows - 0.5, -0.5
@@ -538,7 +538,7 @@ def _axes(
             raise ValueError(f"ax: expected {count} axes, one for each picture, got {len(axes)}")
         for one in axes:
             if not hasattr(one, "imshow"):
-                raise TypeError(f"ax: expected a matplotlib Axes, got {_show(one)}")
+                raise TypeError(f"ax: expected a matplotlib Axes, got {show(one)}")
         return axes, False
     try:
         from matplotlib import pyplot

@@ -13,7 +13,6 @@ Everything that is not attention is here, forward and backward, in plain NumPy.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .nn import MultiHeadAttention
 from .positional import Rotary, Sinusoidal
+from .problem import check_count
 
 Array = NDArray[Any]
 Params = dict[str, Array]
@@ -129,7 +129,7 @@ class Network:
         **args: Any,
     ) -> None:
         sizes = {"symbols": symbols, "answers": answers, "layers": layers}
-        symbols, answers, layers = (_count(name, value) for name, value in sizes.items())
+        symbols, answers, layers = (check_count(name, value) for name, value in sizes.items())
         self.args = args
         self.layers = [
             MultiHeadAttention(
@@ -174,7 +174,7 @@ class Network:
         p = self.params
         tokens = _checked_tokens(tokens, len(p["embedding"]))
         B, N = tokens.shape[:2]
-        rows = N if rows is None else _count("rows", rows)
+        rows = N if rows is None else check_count("rows", rows)
         if rows > N:
             raise ValueError(f"rows: expected at most the {N} of the tokens, got {rows}")
 
@@ -208,16 +208,6 @@ class Network:
 def _full_name(layer: int, name: str) -> str:
     """Return a network's name for a parameter of one of its layers."""
     return name if name.startswith("positions.") else f"{layer}.{name}"
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        count = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ValueError(f"{name}: expected an integer from 1 on, got {value!r}")
-    return count
 
 
 def _checked_tokens(tokens: ArrayLike, symbols: int) -> Array:
@@ -357,7 +347,7 @@ def train(
     """
     rng = np.random.default_rng(seed)
     adam = Adam(network.params, rate)
-    steps = _count("steps", steps)
+    steps = check_count("steps", steps)
     losses = np.empty((parts, steps))
     for step in range(steps):
         tokens, targets = batch(rng)

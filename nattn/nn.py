@@ -24,8 +24,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import dtypes, positional
 from .api import Arguments, Gradients, attention_vjp
-from .device_arrays import is_torch
-from .problem import check_flag, check_integer, check_name
+from .problem import check_count, check_flag, check_name, float_dtype, host_array
 
 Array = NDArray[Any]
 Params = dict[str, Array]
@@ -133,7 +132,7 @@ class _Layer:
     # What a call starts with
 
     def _array(self, name: str, x: ArrayLike) -> Array:
-        array = _host_array(name, x)
+        array = host_array(name, x)
         if array.dtype.newbyteorder("=") != self.dtype:
             expected = f"{name}: expected dtype {self.dtype} as of the layer"
             raise TypeError(f"{expected}, got {array.dtype}")
@@ -257,35 +256,14 @@ def _config(thing: Any) -> dict[str, Any]:
     return config
 
 
-def _size(name: str, value: Any, default: int | None = None) -> int:
-    """Return an integer from 1 on, the default for None."""
-    if value is None and default is not None:
-        return default
-    expected = "an integer from 1 on"
-    size = check_integer(name, value, expected)
-    if size < 1:
-        raise ValueError(f"{name}: expected {expected}, got {size}")
-    return size
-
-
-def _dtype(value: DTypeLike) -> np.dtype:
-    dtype = np.dtype(value)
-    if dtype not in (dtypes.FLOAT32, dtypes.FLOAT64):
-        raise TypeError(f"dtype: expected float32 or float64, got {dtype}")
-    return dtype
+def _size(name: str, value: Any, default: int) -> int:
+    return default if value is None else check_count(name, value)
 
 
 def _of_positions(positions: Any) -> Params:
     """Return the parameters of positions under the names that a layer gives them."""
     params = {} if positions is None else positions.params
     return {f"positions.{name}": p for name, p in params.items()}
-
-
-def _host_array(name: str, x: Any) -> Array:
-    if is_torch(x) or hasattr(x, "__cuda_array_interface__") or isinstance(x, np.ma.MaskedArray):
-        hint = "; pass .detach().cpu().numpy()" if is_torch(x) else ""
-        raise TypeError(f"{name}: expected a NumPy array, got {type(x).__name__}{hint}")
-    return np.asarray(x)
 
 
 def _check_names(source: str, expected: Iterable[str], got: Iterable[str]) -> None:
@@ -447,11 +425,11 @@ class SelfAttention(_Layer):
         self.params = self._initial(seed)
 
     def _configure(self, *, d_model: Any, d_k: Any, d_v: Any, bias: Any, dtype: Any) -> None:
-        self.d_model = _size("d_model", d_model)
+        self.d_model = check_count("d_model", d_model)
         self.d_k = _size("d_k", d_k, self.d_model)
         self.d_v = _size("d_v", d_v, self.d_model)
         self.bias = check_flag("bias", bias)
-        self.dtype = _dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         widths = {"q": self.d_k, "k": self.d_k, "v": self.d_v}
@@ -638,8 +616,8 @@ class MultiHeadAttention(_Layer):
         positions: Any,
         dtype: Any,
     ) -> None:
-        self.d_model = _size("d_model", d_model)
-        self.num_heads = _size("num_heads", num_heads)
+        self.d_model = check_count("d_model", d_model)
+        self.num_heads = check_count("num_heads", num_heads)
         self.num_kv_heads = _size("num_kv_heads", num_kv_heads, self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -653,7 +631,7 @@ class MultiHeadAttention(_Layer):
         self.head_dim = _size("head_dim", head_dim, self.d_model // self.num_heads)
         self.d_context = _size("d_context", d_context, self.d_model)
         self.bias = bias if bias == "qkv" else check_flag("bias", bias)
-        self.dtype = _dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
         self.positions = _checked_positions(positions, self)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -879,7 +857,7 @@ class MultiHeadAttention(_Layer):
         """
         check_name("style", style, tuple(_STYLES))
         known = _STYLES[style]
-        num_heads = _size("num_heads", num_heads)
+        num_heads = check_count("num_heads", num_heads)
         found = {n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)}
         if style == "torch" and {"bias_k", "bias_v"} & found.keys():
             raise NotImplementedError(
@@ -1000,7 +978,7 @@ def _closest(ways: tuple[dict[str, str], ...], found: Iterable[str]) -> dict[str
 
 
 def _weights(name: str, value: Any) -> Array:
-    array = dtypes.widen(_host_array(name, value))
+    array = dtypes.widen(host_array(name, value))
     axes = 2 if name.endswith("weight") else 1
     if not dtypes.is_float(array.dtype) or array.ndim != axes:
         got = f"shape {array.shape} and dtype {array.dtype}"

@@ -28,18 +28,21 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import device_arrays, mods
+from . import mods
 from .api import attention_backward
 from .dtypes import FLOAT32, FLOAT64
 from .problem import (
     Window,
-    _overlaps_itself,
-    _share_memory,
-    _window,
+    check_count,
     check_flag,
     check_integer,
     check_integers,
     check_name,
+    check_window,
+    float_dtype,
+    host_array,
+    overlaps_itself,
+    share_memory,
 )
 
 __all__ = [
@@ -59,14 +62,6 @@ FARTHEST = 1 << 53
 # Checking
 
 
-def _count(name: str, value: Any, least: int = 1) -> int:
-    expected = f"an integer of at least {least}"
-    n = check_integer(name, value, expected)
-    if n < least:
-        raise ValueError(f"{name}: expected {expected}, got {n}")
-    return n
-
-
 def _number(name: str, value: Any, least: float, *, above: bool = False) -> float:
     expected = f"a finite number {'above' if above else 'of at least'} {least:g}"
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
@@ -77,23 +72,9 @@ def _number(name: str, value: Any, least: float, *, above: bool = False) -> floa
     return x
 
 
-def _float_dtype(name: str, dtype: Any) -> np.dtype[Any]:
-    found = np.dtype(dtype)
-    if found not in (FLOAT32, FLOAT64):
-        raise TypeError(f"{name}: expected float32 or float64, got {found}")
-    return FLOAT32 if found == FLOAT32 else FLOAT64
-
-
 def _floats(name: str, value: Any) -> NDArray[Any]:
     """Return an array of native float32 or float64 in host memory."""
-    if device_arrays.is_torch(value):
-        raise TypeError(
-            f"{name}: expected a NumPy array, got a torch tensor; pass {name}.detach().numpy(), "
-            "which shares its memory"
-        )
-    if device_arrays.describe(name, value) is not None:
-        raise TypeError(f"{name}: expected an array in host memory, got one on a GPU")
-    array = np.asarray(value)
+    array = host_array(name, value)
     native = array.dtype.newbyteorder("=")
     if native not in (FLOAT32, FLOAT64):
         raise TypeError(f"{name}: expected dtype float32 or float64, got {array.dtype}")
@@ -157,10 +138,10 @@ def sinusoidal_encoding(
     ... ]
     True
     """
-    n, d_model = _count("n", n, 0), _count("d_model", d_model)
+    n, d_model = check_count("n", n, 0), check_count("d_model", d_model)
     base = _number("base", base, 0.0, above=True)
-    offset = _count("offset", offset, 0)
-    table = np.empty((n, d_model), _float_dtype("dtype", dtype))
+    offset = check_count("offset", offset, 0)
+    table = np.empty((n, d_model), float_dtype("dtype", dtype))
     frequencies = base ** (-np.arange(0, d_model, 2) / d_model)
     angles = np.arange(offset, offset + n, dtype=np.float64)[:, None] * frequencies
     table[:, 0::2] = np.sin(angles)
@@ -198,7 +179,7 @@ class Sinusoidal:
     acts_on: ClassVar[str] = "x"
 
     def __init__(self, d_model: int, base: float = 10000.0) -> None:
-        self.d_model = _count("d_model", d_model)
+        self.d_model = check_count("d_model", d_model)
         self.base = _number("base", base, 0.0, above=True)
         self.params: dict[str, NDArray[Any]] = {}
 
@@ -274,11 +255,11 @@ class LearnedTable:
     acts_on: ClassVar[str] = "x"
 
     def __init__(self, max_len: int, d_model: int, seed: int = 0, dtype: Any = np.float32) -> None:
-        self.max_len = _count("max_len", max_len)
-        self.d_model = _count("d_model", d_model)
-        rng = np.random.default_rng(_count("seed", seed, 0))
+        self.max_len = check_count("max_len", max_len)
+        self.d_model = check_count("d_model", d_model)
+        rng = np.random.default_rng(check_count("seed", seed, 0))
         table = 0.02 * rng.standard_normal((max_len, d_model))
-        self.params: dict[str, NDArray[Any]] = {"table": table.astype(_float_dtype("dtype", dtype))}
+        self.params: dict[str, NDArray[Any]] = {"table": table.astype(float_dtype("dtype", dtype))}
 
     def _place(self, name: str, value: Any, offset: Any) -> tuple[NDArray[Any], slice]:
         x, first = _rows(name, value, self.d_model, offset)
@@ -398,7 +379,7 @@ def _checked_scaling(scaling: Any, base: float) -> tuple[str, dict[str, Any]]:
     for key, value in given.items():
         name = f"scaling[{key!r}]"
         if key == "original_max_position_embeddings":
-            numbers_of[key] = _count(name, value)
+            numbers_of[key] = check_count(name, value)
         elif key == "truncate":
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: expected True or False, got {value!r}")
@@ -498,12 +479,12 @@ def rotary_frequencies(
     >>> rotary_frequencies(4, 100.0, {"rope_type": "linear", "factor": 4.0})
     (array([0.25 , 0.025]), 1.0)
     """
-    dim = _count("rotary_dim", rotary_dim, 2)
+    dim = check_count("rotary_dim", rotary_dim, 2)
     if dim % 2:
         raise ValueError(f"rotary_dim: expected an even number, got {dim}")
     base = _number("base", base, 1.0, above=True)
     kind, given = _checked_scaling(scaling, base)
-    length = _count("length", length, 0)
+    length = check_count("length", length, 0)
     exponents = np.arange(0, dim, 2) / dim
     if kind == "yarn":
         return _yarn(exponents, base, dim, **given), _yarn_factor(given)
@@ -600,9 +581,9 @@ class Rotary:
         rotary_dim: int | None = None,
         scaling: Mapping[str, Any] | None = None,
     ) -> None:
-        self.head_dim = _count("head_dim", head_dim, 2)
+        self.head_dim = check_count("head_dim", head_dim, 2)
         check_name("pairing", pairing, ("half", "interleaved"))
-        dim = self.head_dim if rotary_dim is None else _count("rotary_dim", rotary_dim, 2)
+        dim = self.head_dim if rotary_dim is None else check_count("rotary_dim", rotary_dim, 2)
         if dim % 2 or dim > self.head_dim:
             raise ValueError(
                 f"rotary_dim: expected an even number up to head_dim = {self.head_dim}, got {dim}"
@@ -771,7 +752,7 @@ def _check_out(out: Any, name: str, x: NDArray[Any]) -> None:
         raise TypeError(f"out: expected dtype {x.dtype} as {name}, got {out.dtype}")
     if not out.flags.writeable:
         raise ValueError("out: expected a writeable array, got a read-only one")
-    if _overlaps_itself(out):
+    if overlaps_itself(out):
         raise ValueError(
             f"out: expected elements that share no memory, got strides {out.strides} for shape "
             f"{out.shape}, which overlap"
@@ -779,7 +760,7 @@ def _check_out(out: Any, name: str, x: NDArray[Any]) -> None:
     same = out.ctypes.data == x.ctypes.data and all(
         a == b for a, b, n in zip(out.strides, x.strides, x.shape, strict=True) if n > 1
     )
-    if not same and _share_memory(out, x):
+    if not same and share_memory(out, x):
         raise ValueError(
             f"out: expected {name} itself or memory of its own, got an array that overlaps {name}"
         )
@@ -818,7 +799,7 @@ class Alibi:
     acts_on: ClassVar[str] = "scores"
 
     def __init__(self, num_heads: int) -> None:
-        self.num_heads = _count("num_heads", num_heads)
+        self.num_heads = check_count("num_heads", num_heads)
         self.params: dict[str, NDArray[Any]] = {}
 
     def arguments(self, Nq: int, Nk: int, q_offset: Any = None) -> dict[str, Any]:
@@ -896,13 +877,13 @@ class T5Bias:
         seed: int = 0,
         dtype: Any = np.float32,
     ) -> None:
-        self.num_heads = _count("num_heads", num_heads)
-        self.num_buckets = _count("num_buckets", num_buckets)
+        self.num_heads = check_count("num_heads", num_heads)
+        self.num_buckets = check_count("num_buckets", num_buckets)
         self.max_distance = check_integer("max_distance", max_distance)
         self.bidirectional = check_flag("bidirectional", bidirectional)
         shape = (self.num_buckets, self.num_heads)
-        rng = np.random.default_rng(_count("seed", seed, 0))
-        table = (0.02 * rng.standard_normal(shape)).astype(_float_dtype("dtype", dtype))
+        rng = np.random.default_rng(check_count("seed", seed, 0))
+        table = (0.02 * rng.standard_normal(shape)).astype(float_dtype("dtype", dtype))
         self.params: dict[str, NDArray[Any]] = {"table": table}
         self._modifier()  # which checks the rest
 
@@ -975,7 +956,7 @@ class T5Bias:
         rank, layout = np.ndim(q), args.get("layout", "bhnd")
         causal = check_flag("causal", args.pop("causal", False))
         window = args.pop("window_size", None)
-        sides = (None, None) if window is None else _window(window)
+        sides = (None, None) if window is None else check_window(window)
         bias = args.pop("bias", None)
         offsets = _q_offsets(args, np.shape(q), np.shape(k), rank, layout)
         gradient = np.zeros(table.shape, FLOAT64)

@@ -168,13 +168,13 @@ class Problem:
         """
         kind: device_arrays.Kind | None = None
         if not (type(q) is type(k) is type(v) is np.ndarray):
-            q, k, v = _as_array("q", q), _as_array("k", k), _as_array("v", v)
+            q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
             kind = device_arrays.kind_of(q) if type(q) is DeviceArray else None
             _check_places({"q": q, "k": k, "v": v})
-        mask = None if mask is None else _as_array("mask", mask)
-        bias = None if bias is None else _as_array("bias", bias)
-        alibi_slopes = None if alibi_slopes is None else _as_array("alibi_slopes", alibi_slopes)
-        sinks = None if sinks is None else _as_array("sinks", sinks)
+        mask = None if mask is None else as_array("mask", mask)
+        bias = None if bias is None else as_array("bias", bias)
+        alibi_slopes = None if alibi_slopes is None else as_array("alibi_slopes", alibi_slopes)
+        sinks = None if sinks is None else as_array("sinks", sinks)
         inputs = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
         inputs |= {"alibi_slopes": alibi_slopes, "sinks": sinks}
 
@@ -204,7 +204,7 @@ class Problem:
             raise _shape_error(q, k, v, rank, layout)
 
         causal = check_flag("causal", causal)
-        window = (None, None) if window_size is None else _window(window_size)
+        window = (None, None) if window_size is None else check_window(window_size)
         lens_q = _filled(B, Nq) if q_lens is None else _lengths("q_lens", q_lens, B, Nq)
         lens_kv = _filled(B, Nk) if kv_lens is None else _lengths("kv_lens", kv_lens, B, Nk)
         if q_offset is None:
@@ -356,7 +356,7 @@ class Problem:
         """
         expected = "a tuple of names among " + ", ".join(map(repr, WRT))
         if not isinstance(wrt, (tuple, list)) or not all(isinstance(x, str) for x in wrt):
-            raise TypeError(f"wrt: expected {expected}, got {_show(wrt)}")
+            raise TypeError(f"wrt: expected {expected}, got {show(wrt)}")
         for name in wrt:
             if name not in WRT:
                 raise ValueError(f"wrt: expected {expected}, got {name!r}")
@@ -474,7 +474,7 @@ class Problem:
         return gradient
 
     def _incoming(self, name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
-        x = _as_array(name, x)
+        x = as_array(name, x)
         if type(x) is DeviceArray or self.kind is not None:
             _check_places({"q": self.q, name: x})
         if x.dtype != dtype and x.dtype.newbyteorder("=") != dtype:
@@ -490,11 +490,11 @@ class Problem:
         if self.kind is not None:
             found = device_arrays.describe("out", out)
             if found is None:
-                raise TypeError(f"out: expected an array on a GPU, as q is, got {_show(out)}")
+                raise TypeError(f"out: expected an array on a GPU, as q is, got {show(out)}")
             _check_places({"q": self.q, "out": found})
             out = found
         if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
-            raise TypeError(f"out: expected a NumPy array, got {_show(out)}")
+            raise TypeError(f"out: expected a NumPy array, got {show(out)}")
         if out.dtype != self.dtype:  # a dtype of the other byte order differs too
             got = out.dtype.str if out.dtype.kind == "f" else dtypes.show(out.dtype)
             raise TypeError(
@@ -504,13 +504,13 @@ class Problem:
             raise ValueError(f"out: expected shape {self.out_shape}, got {out.shape}")
         if not out.flags.writeable:
             raise ValueError("out: expected a writeable array, got a read-only one")
-        if _overlaps_itself(out):
+        if overlaps_itself(out):
             raise ValueError(
                 "out: expected an element of memory for each result, got strides "
                 f"{out.strides} for shape {out.shape}, which overlap"
             )
         for name, array in inputs.items():
-            if array is not None and _share_memory(out, array):
+            if array is not None and share_memory(out, array):
                 raise ValueError(
                     f"out: expected memory of its own, got an array that overlaps {name}"
                 )
@@ -522,22 +522,22 @@ def check_flag(name: str, value: object) -> bool:
         return value
     if isinstance(value, np.bool_):
         return bool(value)
-    raise TypeError(f"{name}: expected True or False, got {_show(value)}")
+    raise TypeError(f"{name}: expected True or False, got {show(value)}")
 
 
 def check_name(name: str, value: object, known: tuple[str, ...]) -> None:
     """Raise unless a string is among those that are known."""
     expected = ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}"
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
+        raise TypeError(f"{name}: expected {expected}, got {show(value)}")
     if value not in known:
-        raise ValueError(f"{name}: expected {expected}, got {_show(value)}")
+        raise ValueError(f"{name}: expected {expected}, got {show(value)}")
 
 
 # What was got, and as an array
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     """Describe what was got, briefly."""
     if isinstance(value, np.ndarray) and value.ndim:
         return f"{type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
@@ -546,7 +546,7 @@ def _show(value: object) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def _as_array(name: str, value: Any) -> NDArray[Any]:
+def as_array(name: str, value: Any) -> NDArray[Any]:
     """Convert what NumPy converts faithfully to an ndarray; refuse the rest."""
     if type(value) is np.ndarray:
         return value
@@ -566,12 +566,28 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
     try:
         return np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: expected an array, got {_show(value)}: {error}") from error
+        raise type(error)(f"{name}: expected an array, got {show(value)}: {error}") from error
+
+
+def host_array(name: str, value: Any) -> NDArray[Any]:
+    """Convert to an ndarray where only those in host memory will do."""
+    array = as_array(name, value)
+    if isinstance(array, DeviceArray):
+        raise TypeError(f"{name}: expected an array in host memory, got one {array.source}")
+    return array
+
+
+def float_dtype(name: str, value: Any) -> np.dtype:
+    """Return native float32 or float64."""
+    found = np.dtype(value)
+    if found not in (dtypes.FLOAT32, dtypes.FLOAT64):
+        raise TypeError(f"{name}: expected float32 or float64, got {found}")
+    return dtypes.FLOAT32 if found == dtypes.FLOAT32 else dtypes.FLOAT64
 
 
 def _in_host_memory(name: str, value: Any) -> NDArray[Any]:
     """Convert to an ndarray whose numbers can be read, which takes a copy of those on a GPU."""
-    array = _as_array(name, value)
+    array = as_array(name, value)
     return device_arrays.copied(array) if isinstance(array, DeviceArray) else array
 
 
@@ -698,14 +714,14 @@ def _finite(name: str, value: Any, expected: str) -> float:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if type(value) is not float and not _is_real(value):
-        raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
+        raise TypeError(f"{name}: expected {expected}, got {show(value)}")
     try:
         exact = float(value)
         if exact - exact == 0.0:  # neither NaN nor infinite
             return exact
     except OverflowError:
         pass
-    raise ValueError(f"{name}: expected {expected}, got {_show(value)}")
+    raise ValueError(f"{name}: expected {expected}, got {show(value)}")
 
 
 def _scale(value: Any, dtype: np.dtype) -> float:
@@ -714,7 +730,7 @@ def _scale(value: Any, dtype: np.dtype) -> float:
     try:
         return dtypes.round_to(exact, dtype)
     except OverflowError:
-        raise ValueError(f"scale: expected {expected}, got {_show(value)}") from None
+        raise ValueError(f"scale: expected {expected}, got {show(value)}") from None
 
 
 def _softcap(value: Any, dtype: np.dtype) -> float | None:
@@ -729,7 +745,7 @@ def _softcap(value: Any, dtype: np.dtype) -> float | None:
     except OverflowError:
         cap = 0.0
     if cap < float(np.finfo(dtype).tiny):  # of which 1 / cap would overflow
-        raise ValueError(f"softcap: expected {expected}, got {_show(value)}")
+        raise ValueError(f"softcap: expected {expected}, got {show(value)}")
     return cap
 
 
@@ -739,7 +755,7 @@ def _probability(value: Any) -> float:
     expected = "a number p with 0 <= p < 1"
     p = _finite("dropout_p", value, expected)
     if not 0.0 <= p < 1.0:  # also where a number below 1 rounds to 1
-        raise ValueError(f"dropout_p: expected {expected}, got {_show(value)}")
+        raise ValueError(f"dropout_p: expected {expected}, got {show(value)}")
     return abs(p)
 
 
@@ -751,7 +767,7 @@ def _seed(value: Any, dropout_p: float) -> int:
         return 0
     seed = check_integer("seed", value, expected)
     if not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed: expected {expected}, got {_show(seed)}")
+        raise ValueError(f"seed: expected {expected}, got {show(seed)}")
     return seed
 
 
@@ -762,7 +778,16 @@ def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
             return operator.index(value)
         except TypeError:
             pass
-    raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
+    raise TypeError(f"{name}: expected {expected}, got {show(value)}")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return a Python int of at least so much."""
+    expected = f"an integer of at least {least}"
+    n = check_integer(name, value, expected)
+    if n < least:
+        raise ValueError(f"{name}: expected {expected}, got {show(n)}")
+    return n
 
 
 def check_integers(name: str, value: Any, B: int) -> list[int]:
@@ -773,7 +798,7 @@ def check_integers(name: str, value: Any, B: int) -> list[int]:
     if not isinstance(value, (list, tuple)):
         array = _in_host_memory(name, value)
         if array.dtype.kind not in "iuO":
-            raise TypeError(f"{name}: expected {expected}, got {_show(value)}")
+            raise TypeError(f"{name}: expected {expected}, got {show(value)}")
         if array.ndim == 0:
             return [check_integer(name, array[()], expected)] * B
         if array.ndim != 1:
@@ -794,17 +819,18 @@ def _lengths(name: str, value: Any, B: int, N: int) -> NDArray[np.int64]:
     lengths = check_integers(name, value, B)
     for b, n in enumerate(lengths):
         if not 0 <= n <= N:
-            raise ValueError(f"{name}: expected lengths from 0 to {N}, got {_show(n)} for item {b}")
+            raise ValueError(f"{name}: expected lengths from 0 to {N}, got {show(n)} for item {b}")
     return np.array(lengths, _INT64)
 
 
-def _window(value: Any) -> Window:
+def check_window(value: Any) -> Window:
+    """Return both sides of a window, None where open."""
     expected = "a pair (left, right) of integers, -1 or None for an open side"
     try:
         left, right = value
     except (TypeError, ValueError):
         error = ValueError if isinstance(value, (list, tuple, np.ndarray)) else TypeError
-        raise error(f"window_size: expected {expected}, got {_show(value)}") from None
+        raise error(f"window_size: expected {expected}, got {show(value)}") from None
     return _window_side(left, expected), _window_side(right, expected)
 
 
@@ -813,7 +839,7 @@ def _window_side(value: Any, expected: str) -> int | None:
         return None
     side = check_integer("window_size", value, expected)
     if side < -1:
-        raise ValueError(f"window_size: expected {expected}, got {_show(side)}")
+        raise ValueError(f"window_size: expected {expected}, got {show(side)}")
     return None if side == -1 else side
 
 
@@ -952,12 +978,12 @@ def _blocks(
     if not isinstance(blocks, masks.Blocks):
         raise TypeError(
             "block_mask: expected a nattn.BlockMask, made by BlockMask.from_mask_mod, "
-            f"got {_show(blocks)}"
+            f"got {show(blocks)}"
         )
     if mask_mod is not None:
         raise ValueError(
             "mask_mod: expected None beside block_mask, which carries its own, got "
-            f"{_show(mask_mod)}; join masks with & before BlockMask.from_mask_mod"
+            f"{show(mask_mod)}; join masks with & before BlockMask.from_mask_mod"
         )
     B, Hq, Nq, Nk = pairs
     sizes = blocks.B, blocks.H, blocks.Nq, blocks.Nk
@@ -976,7 +1002,7 @@ def _blocks(
     return blocks
 
 
-def _overlaps_itself(x: NDArray[Any]) -> bool:
+def overlaps_itself(x: NDArray[Any]) -> bool:
     """Whether two elements may share memory; never for a view that slicing can make."""
     if x.size == 0:
         return False
@@ -988,7 +1014,8 @@ def _overlaps_itself(x: NDArray[Any]) -> bool:
     return False
 
 
-def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Return whether two arrays share an element, or may, where finding out takes long."""
     try:
         # exact, so that interleaved slices of one packed array pass; the general question is NP
         return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]

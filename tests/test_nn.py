@@ -891,8 +891,8 @@ def test_torch_itself(causal: bool) -> None:
 
 X = np.zeros((2, 5, 8), np.float32)
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "d_model": (lambda: SelfAttention(0), ValueError, "d_model: expected an integer from 1 on"),
-    "d_k": (lambda: SelfAttention(8, 2.5), TypeError, "d_k: expected an integer from 1 on"),  # type: ignore[arg-type]
+    "d_model": (lambda: SelfAttention(0), ValueError, "d_model: expected an integer of at least 1"),
+    "d_k": (lambda: SelfAttention(8, 2.5), TypeError, "d_k: expected an integer of at least 1"),  # type: ignore[arg-type]
     "heads": (lambda: MultiHeadAttention(8, 3), ValueError, "num_heads: expected a div"),
     "kv heads": (
         lambda: MultiHeadAttention(8, 4, num_kv_heads=3), ValueError, "num_kv_heads: expected a"
@@ -918,7 +918,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "x dtype": (lambda: MULTI()(X.astype(float)), TypeError, "x: expected dtype float32"),
     "x list": (lambda: SELF()([[1] * 8]), TypeError, "x: expected dtype float32 .* got int64"),
     "x axes": (lambda: SELF()(X[None]), ValueError, "x: expected shape"),
-    "masked": (lambda: SELF()(np.ma.array(X)), TypeError, "x: expected a NumPy array"),
+    "masked": (lambda: SELF()(np.ma.array(X)), TypeError, "x: expected a plain array"),
     "context": (lambda: MULTI()(X, X[..., :7]), ValueError, "context: expected shape"),
     "no context": (lambda: MULTI(d_context=3)(X), ValueError, "context: expected rows of 3"),
     "batches": (lambda: MULTI()(X, X[:1]), ValueError, "x, context: expected one batch"),
@@ -947,11 +947,11 @@ def test_errors(name: str) -> None:
 
 
 def test_torch_tensors_are_refused_by_name() -> None:
-    Tensor = type("Tensor", (), {"__module__": "torch"})
-    with pytest.raises(TypeError, match=r"x: expected a NumPy array, got Tensor; pass \.detach"):
+    Tensor = type("Tensor", (), {"__module__": "torch", "is_cuda": False})
+    with pytest.raises(TypeError, match=r"x: expected a NumPy array, got a torch tensor; pass"):
         SelfAttention(8)(Tensor())
     state, _ = stored("gpt2")
-    with pytest.raises(TypeError, match=r"c_attn\.bias: expected a NumPy array, got Tensor"):
+    with pytest.raises(TypeError, match=r"c_attn\.bias: expected a NumPy array, got a torch"):
         from_state("gpt2", state | {"h.0.attn.c_attn.bias": Tensor()})
 
 

@@ -289,7 +289,7 @@ def _blocks(p: Problem) -> tuple[int, ...]:
 
 # Looking at the weights
 
-MOST_STATE = 12 << 20
+MOST_STATE = 8 << 20
 """Bytes that the sums of a map may take at once, if more than a few rows need them."""
 
 
