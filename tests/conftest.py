@@ -25,11 +25,16 @@ LONGEST = [
     "test_cuda_simulator_backward",
     "test_cpu_kernel",
     "test_cuda_simulator",
+    "test_diagnostics",
     "test_cpu_score",
     "test_api",
     "test_gradients",
     "test_bugs",
+    "test_explain",
+    "test_learning",
     "test_reference",
+    "test_nn",
+    "test_positional",
 ]
 """Files that take longest, the first first. Of two processes one begins with kernels of GPUs and
 the other with those of the CPU, so that neither compiles what the other is compiling."""

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from nattn import learning
 from nattn.learning import Adam, Curve, Network, cross_entropy
@@ -26,7 +27,8 @@ def one_thread() -> Iterator[None]:
     """Thousands of short calls: the threads of several test processes would wait for each other."""
     before = numba.get_num_threads()
     numba.set_num_threads(1)
-    yield
+    with threadpool_limits(1, "blas"):
+        yield
     numba.set_num_threads(before)
 
 

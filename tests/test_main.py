@@ -18,7 +18,7 @@ from children import environment
 import nattn
 from nattn import __main__, bench
 
-COMMANDS = ["info", "demo", "bench", "warmup", "clear-cache"]
+COMMANDS = ["info", "demo", "explain", "bench", "warmup", "clear-cache"]
 
 
 def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:

@@ -217,7 +217,7 @@ def test_padding_is_never_read(small: tuple[MiniLM, State]) -> None:
     tokens = model.tokenize(SENTENCES)
     results = []
     for filler in (0.0, np.nan):
-        x = model._first_rows(tokens)
+        x = model.first_rows(tokens)
         for item, n in zip(x, tokens.lengths, strict=True):
             item[n:] = filler
         for layer in model.layers:

@@ -140,7 +140,7 @@ def test_the_table_of_commands_is_complete(text: str, capsys: pytest.CaptureFixt
 
 def test_options_that_are_named_exist(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     helps = ""
-    for command in ("demo", "bench"):
+    for command in ("demo", "explain", "bench"):
         with pytest.raises(SystemExit):
             __main__.main([command, "--help"])
         helps += capsys.readouterr().out
