@@ -382,7 +382,7 @@ def test_rows_are_those_that_numpy_takes(rows: Any) -> None:
         ([[1]], ValueError, r"rows: expected one axis at most, got shape \(1, 1\)"),
         (OnDevice(np.zeros(1, np.int64)), TypeError, "rows: .* in host memory"),
     ],
-    ids=repr,
+    ids=lambda x: "on a GPU" if isinstance(x, OnDevice) else repr(x),
 )
 def test_rows_that_are_none(rows: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
