@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import reference
-from .api import Arguments, backend_for, load_backend
+from .api import Arguments, backend_for
 from .device_arrays import DeviceArray
-from .problem import Array, Problem, as_array, check_integer, show
+from .problem import Array, Problem, as_array, check_integer, check_name, show
 
 
 class RowStats(NamedTuple):
@@ -87,7 +87,7 @@ def attention_weights(
     """
     problem = _problem(q, k, 0, args)
     chosen = _row_numbers(rows, problem.Nq)
-    load_backend(backend)  # for its errors
+    check_name("backend", backend, ("auto", "cpu", "reference", "cuda"))
     found = reference.weights(problem, chosen.reshape(-1)).astype(problem.compute, copy=False)
     if chosen.ndim == 0:
         found = found[:, :, 0]
@@ -139,8 +139,9 @@ def attention_map(
 
     Notes
     -----
-    The sums of a row's blocks are kept relative to the largest score so far and weighed by
-    ``exp(max - lse)`` in the end, as the streaming softmax does with its output.
+    The sums of a row's blocks are kept relative to the largest score so far, as the streaming
+    softmax keeps its output; in the end they are divided by their own sum. Where a row is NaN, a
+    part of the rows takes a second pass.
 
     Examples
     --------
@@ -173,8 +174,9 @@ def row_stats(q: Array, k: Array, *, backend: str = "auto", **args: Unpack[Argum
 
         entropy[i]    = -sum_j w[i, j] * log(w[i, j])    natural logarithm, 0 * log(0) = 0
         max_weight[i] = max_j w[i, j]
-        argmax[i]     = the first visible key of the largest score
+        argmax[i]     = the visible key of the largest score
 
+    Of keys whose weights round to the same number argmax is one, the first within a block of keys.
     A row that attends to ``n`` keys alike has the entropy ``log(n)``, one that attends to a single
     key has 0.
 

@@ -14,7 +14,6 @@ import inspect
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, Unpack, cast
@@ -24,10 +23,22 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import dtypes, positional
 from .api import Arguments, Gradients, attention_vjp
-from .problem import check_count, check_flag, check_name, float_dtype, host_array
+from .files import replaced
+from .problem import (
+    check_count,
+    check_flag,
+    check_integers,
+    check_name,
+    float_dtype,
+    host_array,
+    overlaps_itself,
+    share_memory,
+)
 
 Array = NDArray[Any]
 Params = dict[str, Array]
+
+_SCHEMES = ("Sinusoidal", "LearnedTable", "Rotary", "Alibi", "T5Bias")
 
 
 class LayerGradients(NamedTuple):
@@ -106,7 +117,7 @@ class _Layer:
 
     def _initial(self, seed: int) -> Params:
         """Draw weights from N(0, 1 / d_in), which keeps unit variance; biases are 0."""
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(check_count("seed", seed, 0))
         params = {}
         for name, shape in self._shapes().items():
             new = rng.standard_normal(shape) / math.sqrt(shape[0]) if len(shape) == 2 else 0.0
@@ -171,18 +182,13 @@ class _Layer:
             If the library safetensors is wanted and not installed.
         """
         path, suffix = _checked_path(path)
-        config = json.dumps(_config(self), default=lambda dtype: np.dtype(dtype).name)
-        # under another name until it is whole; a file of the name that is wanted is replaced
-        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}{suffix}")
-        try:
+        config = json.dumps(_config(self), default=_dtype_name)
+        with replaced(path) as part:
             if suffix == ".npz":
                 np.savez(part, **cast(Any, self.params), config=np.array(config))
             else:
                 tensors = {name: np.ascontiguousarray(x) for name, x in self.params.items()}
                 _safetensors("safetensors.numpy").save_file(tensors, part, {"nattn": config})
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -209,17 +215,26 @@ class _Layer:
             If the file cannot be read.
         """
         params, text = _read(path)
-        config = json.loads(text) if text else {}
-        found = config.pop("type", "a file without one")
+        try:
+            config = json.loads(text) if text else {}
+            found = config.pop("type", "a file without one")
+            scheme = config.get("positions")
+            if scheme is not None:
+                kind = scheme.pop("type")
+                check_name("path: type of positions", kind, _SCHEMES)
+                config["positions"] = scheme = getattr(positional, kind)(**scheme)
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"path: expected a config of `save`, got another ({error})") from error
         if found != cls.__name__:
             raise ValueError(f"path: expected a file that holds a {cls.__name__}, got {found}")
-        scheme = config.get("positions")
-        if scheme is not None:
-            check_name("path: type of positions", scheme["type"], tuple(positional.__all__))
-            config["positions"] = scheme = getattr(positional, scheme.pop("type"))(**scheme)
-            for name in scheme.params:
-                if f"positions.{name}" in params:
-                    scheme.params[name] = params[f"positions.{name}"]
+        learnt: Params = {} if scheme is None else scheme.params
+        for name, own in learnt.items():
+            got = params.get(f"positions.{name}", own)
+            if got.shape != own.shape:
+                raise ValueError(
+                    f"path: expected positions.{name} of shape {own.shape}, got {got.shape}"
+                )
+            learnt[name] = got
         return cls._made(config, params, "path")
 
 
@@ -239,6 +254,12 @@ def _read(path: str | os.PathLike[str]) -> tuple[Params, str]:
         raise
     except Exception as error:  # each format has exceptions of its own
         raise ValueError(f"path: expected a file {suffix}, got {str(path)!r}: {error}") from error
+
+
+def _dtype_name(dtype: Any) -> str:
+    if not isinstance(dtype, np.dtype):
+        raise TypeError(f"positions: expected what JSON can hold, got {dtype!r}")
+    return dtype.name
 
 
 def _config(thing: Any) -> dict[str, Any]:
@@ -305,16 +326,38 @@ def _own_args(args: Arguments, context: Array | None = None) -> Arguments:
     return args
 
 
-def _rows_at(args: Arguments, Nq: int, Nk: int) -> Any:
-    """Return where queries stand on the axis of keys: an offset, or positions for each item."""
-    at: Any = args.get("q_offset")
+def _rows_at(args: Arguments, B: int, Nq: int, Nk: int) -> tuple[Any, int]:
+    """Return where queries stand on the axis of keys, and how many positions are in use."""
+    at = args.get("q_offset")
     if at is None:
-        kv_lens, q_lens = (args.get(name) for name in ("kv_lens", "q_lens"))
-        at = np.subtract(
-            *cast(Any, (Nk if kv_lens is None else kv_lens, Nq if q_lens is None else q_lens))
+        ends = (args.get("kv_lens"), Nk), (args.get("q_lens"), Nq)
+        kv_lens, q_lens = (
+            check_integers(name, N if lens is None else lens, B)
+            for name, (lens, N) in zip(("kv_lens", "q_lens"), ends, strict=True)
         )
-    at = np.asarray(at)
-    return int(at) if at.ndim == 0 else at[:, None] + np.arange(Nq)
+        offsets = [n - m for n, m in zip(kv_lens, q_lens, strict=True)]
+    else:
+        offsets = check_integers("q_offset", at, B)
+    length = max(Nk, Nq + max(offsets, default=0))
+    if len(set(offsets)) <= 1:
+        return (offsets[0] if offsets else 0), length
+    return np.array(offsets)[:, None] + np.arange(Nq), length
+
+
+def _existing(x: Array, *lengths: Any) -> Array:
+    """Return ``(B, N, ...)`` with 0 in the rows past all lengths: NaN there would reach products.
+
+    With a length of None all rows exist.
+    """
+    if any(n is None for n in lengths):
+        return x
+    B, N = x.shape[:2]
+    ends = np.array([check_integers("q_lens, kv_lens", n, B) for n in lengths]).max(axis=0)
+    gone = np.arange(N) >= ends[:, None]
+    if gone.any():
+        x = x.copy()
+        x[gone] = 0.0
+    return x
 
 
 def _asked(grads: Gradients, wrt: Sequence[str]) -> Params:
@@ -331,7 +374,7 @@ def _check_out(
         raise TypeError(f"out: expected a writable NumPy array of dtype {dtype}, got {got}")
     if out.shape != shape:
         raise ValueError(f"out: expected shape {shape}, got {out.shape}")
-    if any(x is not None and np.shares_memory(out, x) for x in inputs):
+    if overlaps_itself(out) or any(x is not None and share_memory(out, x) for x in inputs):
         raise ValueError("out: expected memory of its own, got some of an input or a parameter")
 
 
@@ -485,17 +528,18 @@ class SelfAttention(_Layer):
         backward : callable
             ``backward(dout, dlse=None, wrt=())`` returns `LayerGradients`. `wrt` may name
             arguments that have a gradient too: "bias", "sinks", "alibi_slopes". It holds views of
-            x and of the parameters: call it before they change.
+            x, of the parameters and, unless there is `out`, of the output: call it before they
+            change.
         """
         x, p = self._input("x", x, self.d_model), self.params
+        _check_out(out, (*x.shape[:-1], self.d_v), self.dtype, (x, *p.values()))
         args = _own_args(args)
         batched = x.ndim == 3
-        room = out[:, None] if batched and isinstance(out, np.ndarray) else out
+        rows = x if batched else x[None]
+        x = _existing(rows, args.get("q_lens"), args.get("kv_lens")).reshape(x.shape)
 
         q, k, v = self.qkv(x)
-        result, attend_backward = attention_vjp(
-            q, k, v, return_lse=True, out=room, backend=backend, **args
-        )
+        result, attend_backward = attention_vjp(q, k, v, return_lse=True, backend=backend, **args)
         y, lse = result[0][:, 0] if batched else result[0], result[1]
 
         def backward(
@@ -510,8 +554,11 @@ class SelfAttention(_Layer):
             dparams = dp_q | dp_k | dp_v | _asked(grads, wrt)
             return LayerGradients(dx_q + dx_k + dx_v, None, dparams)
 
-        y = y if out is None else out
-        return ((y, lse) if return_lse else y), backward
+        given = y
+        if out is not None:
+            out[...] = y
+            given = out
+        return ((given, lse) if return_lse else given), backward
 
 
 class MultiHeadAttention(_Layer):
@@ -541,7 +588,8 @@ class MultiHeadAttention(_Layer):
         Whether there are vectors ``b_q``, ``b_k``, ``b_v`` and ``b_o``; "qkv": the first three.
     positions : scheme of nattn.positional, optional
         What tells rows apart by where they stand. It acts on x, on q and k or on scores, as its
-        `acts_on` says; a context is not changed by one that acts on x.
+        `acts_on` says; a context is not changed by one that acts on x. Of `T5Bias` beside a
+        mask_mod, a block_mask or ALiBi there is no gradient.
     seed : int, default 0
         Of the weights, which are drawn from N(0, 1 / d_in), d_in being the first of their axes.
         Biases are 0.
@@ -650,7 +698,13 @@ class MultiHeadAttention(_Layer):
         return self.vjp(x, context, **args)[0]
 
     def qkv(
-        self, x: ArrayLike, context: ArrayLike | None = None, **args: Any
+        self,
+        x: ArrayLike,
+        context: ArrayLike | None = None,
+        *,
+        q_offset: Any = None,
+        q_lens: Any = None,
+        kv_lens: Any = None,
     ) -> tuple[Array, Array, Array]:
         """Project an input, with positions where they act on x or on q and k.
 
@@ -658,8 +712,8 @@ class MultiHeadAttention(_Layer):
         ----------
         x, context : array_like
             As in `vjp`.
-        **args
-            ``q_offset``, or ``q_lens`` and ``kv_lens``, if queries are not at their rows.
+        q_offset, q_lens, kv_lens : optional
+            As in `vjp`, where they are passed there: rotary turns queries at their positions.
 
         Returns
         -------
@@ -667,7 +721,8 @@ class MultiHeadAttention(_Layer):
             What `nattn.attention` takes: ``(B, H, N, head_dim)`` or ``(H, N, head_dim)``.
         """
         x, context, single = self._inputs(x, context)
-        _, _, q, k, v = self._project(x, context, _own_args(cast(Arguments, args), context))
+        args: Arguments = {"q_offset": q_offset, "q_lens": q_lens, "kv_lens": kv_lens}
+        _, _, q, k, v = self._project(x, context, _own_args(args, context))
         return (q[0], k[0], v[0]) if single else (q, k, v)
 
     def vjp(
@@ -697,7 +752,8 @@ class MultiHeadAttention(_Layer):
         Returns
         -------
         out : ndarray or (ndarray, ndarray)
-            Of the shape of x; with ``return_lse=True`` it is ``(out, lse)``.
+            Of the shape of x; with ``return_lse=True`` it is ``(out, lse)``. Rows past `q_lens` are
+            ``b_o``, or 0.
         backward : callable
             ``backward(dout, dlse=None, wrt=())`` returns `LayerGradients`. `wrt` may name
             arguments that have a gradient too: "bias", "sinks", "alibi_slopes". It holds views of
@@ -707,6 +763,11 @@ class MultiHeadAttention(_Layer):
         p, shape = self.params, x.shape[single:]
         _check_out(out, shape, self.dtype, (x, context, *p.values()))
         args = self._with_positions(_own_args(args, context), x, context)
+        q_lens, kv_lens = args.get("q_lens"), args.get("kv_lens")
+        if context is None:
+            x = _existing(x, q_lens, kv_lens)
+        else:
+            x, context = _existing(x, q_lens), _existing(context, kv_lens)
 
         h, c, q, k, v = self._project(x, context, args)
         o = np.empty((*x.shape[:2], len(p["w_o"])), self.dtype)
@@ -721,19 +782,19 @@ class MultiHeadAttention(_Layer):
             dy = self._incoming(dout, shape)
             dlse = dlse if dlse is None or not single else np.asarray(dlse)[None]
             do, dp_o = _linear_backward(dy, o, p, "o")
+            dp_pos: Params = {}
+            if self._acts_on("scores"):
+                do_, o_ = _heads(do, self.num_heads), _heads(o, self.num_heads)
+                dp_pos = self.positions.backward(
+                    do_, q, k, v, o_, lse, dlse=dlse, backend=backend, **args
+                )
             grads = attend_backward(_heads(do, self.num_heads), dlse, ("q", "k", "v", *wrt))
             dq, dk, dv = cast(tuple[Array, Array, Array], grads[:3])
             dh, dc, dp = self._project_backward(dq, dk, dv, h, c, args)
             dcontext = None if context is None else dc[0] if single else dc
             dx = dh + dc if context is None else dh
-            dp_pos: Params = {}
             if self._acts_on("x"):
                 dx, dp_pos = self.positions.backward(dx)
-            elif self._acts_on("scores"):
-                do, o_ = _heads(do, self.num_heads), _heads(o, self.num_heads)
-                dp_pos = self.positions.backward(
-                    do, q, k, v, o_, lse, dlse=dlse, backend=backend, **args
-                )
             dp |= dp_o | {f"positions.{name}": dparam for name, dparam in dp_pos.items()}
             dparams = dp | _asked(grads, wrt)
             return LayerGradients(dx.reshape(shape), dcontext, dparams)
@@ -754,8 +815,9 @@ class MultiHeadAttention(_Layer):
         k = _heads(_linear(c, self.params, "k"), self.num_kv_heads)
         v = _heads(_linear(c, self.params, "v"), self.num_kv_heads)
         if self._acts_on("qk"):
-            self.positions(q, _rows_at(args, h.shape[1], c.shape[1]), out=q)
-            self.positions(k, out=k)
+            at, length = _rows_at(args, len(h), h.shape[1], c.shape[1])
+            self.positions(q, at, out=q, length=length)
+            self.positions(k, out=k, length=length)
         return h, c, q, k, v
 
     def _project_backward(
@@ -763,8 +825,9 @@ class MultiHeadAttention(_Layer):
     ) -> tuple[Array, Array, Params]:
         """Return gradients of what queries and what keys are made of, and of the weights."""
         if self._acts_on("qk"):
-            dk = self.positions.backward(dk)
-            dq = self.positions.backward(dq, _rows_at(args, h.shape[1], c.shape[1]))
+            at, length = _rows_at(args, len(h), h.shape[1], c.shape[1])
+            dk = self.positions.backward(dk, length=length)
+            dq = self.positions.backward(dq, at, length=length)
         dc_v, dp_v = _linear_backward(_merged(dv), c, self.params, "v")
         dc_k, dp_k = _linear_backward(_merged(dk), c, self.params, "k")
         dh, dp_q = _linear_backward(_merged(dq), h, self.params, "q")

@@ -55,6 +55,9 @@ __all__ = [
     "sinusoidal_encoding",
 ]
 
+_TABLE, _BIAS = 1, 2
+"""Beside a seed: a layer of the same seed draws other numbers."""
+
 FARTHEST = 1 << 53
 """Positions up to here are exact in float64."""
 
@@ -257,7 +260,7 @@ class LearnedTable:
     def __init__(self, max_len: int, d_model: int, seed: int = 0, dtype: Any = np.float32) -> None:
         self.max_len = check_count("max_len", max_len)
         self.d_model = check_count("d_model", d_model)
-        rng = np.random.default_rng(check_count("seed", seed, 0))
+        rng = np.random.default_rng([check_count("seed", seed, 0), _TABLE])
         table = 0.02 * rng.standard_normal((max_len, d_model))
         self.params: dict[str, NDArray[Any]] = {"table": table.astype(float_dtype("dtype", dtype))}
 
@@ -589,10 +592,11 @@ class Rotary:
                 f"rotary_dim: expected an even number up to head_dim = {self.head_dim}, got {dim}"
             )
         rotary_frequencies(dim, base, scaling)  # which checks the rest
+        kind, given = _checked_scaling(scaling, base)
         self.rotary_dim = dim
         self.base = float(base)
         self.pairing = pairing
-        self.scaling = None if scaling is None else dict(scaling)
+        self.scaling = None if scaling is None else {"rope_type": kind, **given}
         self.params: dict[str, NDArray[Any]] = {}
 
     def __call__(
@@ -600,6 +604,7 @@ class Rotary:
         x: ArrayLike,
         positions: ArrayLike | None = None,
         out: NDArray[Any] | None = None,
+        length: int | None = None,
     ) -> NDArray[Any]:
         """Turn queries or keys to their positions.
 
@@ -614,6 +619,9 @@ class Rotary:
         out : ndarray, optional
             Where to write: x itself, for the work to be done in place, or an array of x's shape
             and dtype that shares no memory with it.
+        length : int, optional
+            For "dynamic" scaling the number of positions in use, which queries and keys have to
+            agree upon; by default the largest position and one.
 
         Returns
         -------
@@ -626,13 +634,14 @@ class Rotary:
             For another shape or dtype, positions that are no integers or do not fit, and an `out`
             that does not fit, is read-only, or overlaps x or itself. Nothing is written then.
         """
-        return self._turn("x", x, positions, out)
+        return self._turn("x", x, positions, out, length)
 
     def backward(
         self,
         dx: ArrayLike,
         positions: ArrayLike | None = None,
         out: NDArray[Any] | None = None,
+        length: int | None = None,
     ) -> NDArray[Any]:
         """Carry a gradient back: turn it the other way.
 
@@ -640,7 +649,7 @@ class Rotary:
         ----------
         dx : array_like
             Gradient with respect to what the call returned.
-        positions, out : optional
+        positions, out, length : optional
             As in the call.
 
         Returns
@@ -653,13 +662,14 @@ class Rotary:
         TypeError, ValueError
             As the call does.
         """
-        return self._turn("dx", dx, positions, out, inverse=True)
+        return self._turn("dx", dx, positions, out, length, inverse=True)
 
     def inverse(
         self,
         x: ArrayLike,
         positions: ArrayLike | None = None,
         out: NDArray[Any] | None = None,
+        length: int | None = None,
     ) -> NDArray[Any]:
         """Undo the call: turn back, and divide by YaRN's factor.
 
@@ -667,7 +677,7 @@ class Rotary:
         ----------
         x : array_like
             What the call returned.
-        positions, out : optional
+        positions, out, length : optional
             As in the call.
 
         Returns
@@ -680,7 +690,7 @@ class Rotary:
         TypeError, ValueError
             As the call does.
         """
-        return self._turn("x", x, positions, out, inverse=True, divide=True)
+        return self._turn("x", x, positions, out, length, inverse=True, divide=True)
 
     def _turn(
         self,
@@ -688,6 +698,7 @@ class Rotary:
         value: Any,
         positions: Any,
         out: Any,
+        length: Any,
         *,
         inverse: bool = False,
         divide: bool = False,
@@ -705,7 +716,8 @@ class Rotary:
             out = np.empty_like(x, subok=False)
         else:
             _check_out(out, name, x)
-        length = max(0, int(where.max()) + 1) if where.size else 0
+        if length is None:
+            length = max(0, int(where.max()) + 1) if where.size else 0
         frequencies, factor = rotary_frequencies(self.rotary_dim, self.base, self.scaling, length)
         lift = (None,) * (4 - x.ndim)
         rotary.rotate(
@@ -882,7 +894,7 @@ class T5Bias:
         self.max_distance = check_integer("max_distance", max_distance)
         self.bidirectional = check_flag("bidirectional", bidirectional)
         shape = (self.num_buckets, self.num_heads)
-        rng = np.random.default_rng(check_count("seed", seed, 0))
+        rng = np.random.default_rng([check_count("seed", seed, 0), _BIAS])
         table = (0.02 * rng.standard_normal(shape)).astype(float_dtype("dtype", dtype))
         self.params: dict[str, NDArray[Any]] = {"table": table}
         self._modifier()  # which checks the rest

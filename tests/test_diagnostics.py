@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 import nattn
 from nattn import diagnostics, reference
 from nattn.api import load_backend
+from nattn.cpu import threads
+from nattn.cpu.tiles import choose_tile
 from nattn.diagnostics import (
     RowStats,
     attention_map,
@@ -550,6 +552,46 @@ def test_nan_that_is_visible_shows_where_it_is_seen(looks: str, where: str) -> N
     assert not np.isnan(mass).all(axis=2).any()
 
 
+def test_nan_shows_in_a_block_of_its_own(looks: str) -> None:
+    """The NaN of a processor has the sign bit that also marks what is hidden."""
+    q, k, _ = qkv(1, 2, 20, 30, 8)
+    bias = np.zeros((20, 30), np.float32)
+    bias[4, 7], bias[5, 8] = inf, -nan
+    got = check_map(looks, q, k, (20, 30), bias=bias)
+    assert np.isnan(got[0, 0, 4, 7])
+    k[0, 0, 9, 3] = inf
+    check_map(looks, q, k, (20, 30), causal=True)
+
+
+def test_a_sink_far_above_all_scores(looks: str) -> None:
+    """Weights underflow to 0, and so does their entropy; the largest is known by its score."""
+    q, k, _ = qkv(1, 1, 5, 300, 8)
+    bias = np.full((5, 300), np.finfo(np.float32).min, np.float32)
+    stats = row_stats(0 * q, k, bias=bias, sinks=[1e38], backend=looks)
+    np.testing.assert_array_equal(stats.entropy, np.zeros((1, 1, 5)))
+    np.testing.assert_array_equal(stats.max_weight, np.zeros((1, 1, 5)))
+    np.testing.assert_array_equal(stats.argmax, np.zeros((1, 1, 5)))
+
+
+def test_the_largest_of_scores_that_hardly_differ() -> None:
+    """Weights in different blocks of keys may round to the same, and yet one score is larger."""
+    q = np.array([[1.0, 0.0]], np.float32)
+    k = np.zeros((3000, 2), np.float32)
+    k[2900, 0] = 1e-9
+    assert row_stats(q, k).argmax[0] == row_stats(q, k, backend="reference").argmax[0] == 2900
+
+
+def test_a_long_row_is_summed_block_by_block() -> None:
+    """Each of n keys adds a rounding within its block of 256, and each block one."""
+    n = 100_000
+    q, k = gaussian(3, 8), gaussian(n, 8, seed=1)
+    got, expected = row_stats(q, k), row_stats(q.astype(float), k.astype(float))
+    roundings = 256 + n / 256 + 64
+    budget = 2.0**-24 * roundings * (expected.entropy + 4)
+    assert np.all(np.abs(got.entropy - expected.entropy) <= budget)
+    np.testing.assert_allclose(got.max_weight, expected.max_weight, rtol=2.0**-24 * roundings)
+
+
 @pytest.mark.parametrize("sink", [nan, inf])
 @pytest.mark.parametrize("Nk", [0, 50])
 def test_a_sink_that_is_not_finite(looks: str, sink: float, Nk: int) -> None:
@@ -806,8 +848,14 @@ def test_threads_change_no_bit(N: int) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_neither_do_batch_mates_and_room(looks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = gaussian(3, 2, 700, 8), gaussian(3, 2, 400, 8, seed=1)
+@pytest.mark.parametrize("more", ["many", "one tile", "one row"])
+def test_neither_do_batch_mates_and_room(
+    looks: str, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are taken four tiles at a time where room is short: the last part may be one tile."""
+    lanes = choose_tile("float32", 1 << 20).lanes
+    Nq = {"many": 700, "one tile": 5 * lanes, "one row": 4 * lanes + 1}[more]
+    q, k = gaussian(3, 2, Nq, 8), gaussian(3, 2, 400, 8, seed=1)
     options: dict[str, Any] = {"kv_lens": [400, 70, 0], "backend": looks}
 
     def everything(b: int | None) -> tuple[Array, ...]:
@@ -865,22 +913,29 @@ def test_block_mask(looks: str) -> None:
         np.testing.assert_array_equal(got, function(q, k, mask_mod=comb, backend=looks))
 
 
-def test_the_door(looks: str) -> None:
+def test_the_door(looks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps and rows may be had in one pass, of a problem with values, and progress is told."""
     q, k, v = qkv(2, 2, 60, 90, 8)
-    p = Problem.build(q, k, v, causal=True)
+    sinks = np.array([0.5, -inf], np.float32)
+    p = Problem.build(q, k, v, causal=True, sinks=sinks)
     seen: list[float] = []
+    if looks == "cpu":  # even so short a call is done by others, in parts
+        monkeypatch.setattr(threads, "SHORT", 0.0)
+        monkeypatch.setattr(load_backend("cpu"), "MOST_STATE", 1)
     got = load_backend(looks).observe(p, size=(6, 9), stats=True, progress=seen.append)
     assert set(got) == {"map", "lse", "entropy", "max_weight", "argmax"}
     assert seen == sorted(seen)
+    assert len(set(seen)) > 2
+    assert seen[-1] == 1
     assert all(0 <= x <= 1 for x in seen)
     np.testing.assert_array_equal(
-        got["map"] / np.float32(100), attention_map(q, k, (6, 9), causal=True, backend=looks)
+        got["map"] / np.float32(100),
+        attention_map(q, k, (6, 9), causal=True, sinks=sinks, backend=looks),
     )
-    stats = row_stats(q, k, causal=True, backend=looks)
+    stats = row_stats(q, k, causal=True, sinks=sinks, backend=looks)
     for name in RowStats._fields:
         np.testing.assert_array_equal(got[name], getattr(stats, name))
-    t = truth(q, k, v, causal=True)
+    t = truth(q, k, v, causal=True, sinks=sinks)
     assert_near(got["lse"], t.lse, t.budget.lse)
 
 

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 import nattn
 from nattn import dtypes
 from nattn.nn import MultiHeadAttention, SelfAttention
-from nattn.positional import Alibi, LearnedTable, Rotary, Sinusoidal, T5Bias
+from nattn.positional import (
+    Alibi,
+    LearnedTable,
+    Rotary,
+    Sinusoidal,
+    T5Bias,
+    rotary_frequencies,
+)
 
 Array = NDArray[Any]
 
@@ -570,6 +577,48 @@ def test_out_and_lse(make: Any, shape: tuple[int, ...]) -> None:
     assert lse.ndim == (1 if x.ndim == 2 and make is SELF else x.ndim)
 
 
+@pytest.mark.parametrize("crossed", [False, True])
+def test_what_lies_in_padding_matters_nowhere(crossed: bool) -> None:
+    """NaN behind the lengths reaches neither outputs nor gradients of weights, as 0 * NaN."""
+    layers: list[Any] = [GQA(positions=Rotary(4)), *([] if crossed else [SELF()])]
+    rng = np.random.default_rng(10)
+    x, context = rng.standard_normal((2, 2, 6, 8), dtype=np.float32)
+    lens: dict[str, Any] = {"q_lens": [6, 3], "kv_lens": [6, 4]}
+    for layer in layers:
+        found = []
+        for filling in (0.0, np.nan):
+            x[1, 3 if crossed else 4 :], context[1, 4:] = filling, filling
+            out, backward = layer.vjp(x, *([context] if crossed else []), **lens)
+            grads = backward(np.ones_like(out))
+            assert np.isfinite(grads.dx).all()
+            found.append([out[0], out[1, :3], *grads.dparams.values()])
+        for plain, poisoned in zip(*found, strict=True):
+            np.testing.assert_array_equal(plain, poisoned)
+        assert np.isnan(x[1, -1]).all()  # the caller's array is as it was
+
+
+def test_dynamic_rotary_turns_queries_and_keys_alike() -> None:
+    """Beyond the original length the base depends on the length: on one for both."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
+    rotary = Rotary(8, scaling=scaling)
+    layer = MultiHeadAttention(8, 1, positions=rotary, dtype=np.float64)
+    x, context = np.random.default_rng(11).standard_normal((2, 20, 8))
+    q, k, _ = layer.qkv(x[:4], context)
+    frequencies, _ = rotary_frequencies(8, scaling=scaling, length=20)
+    for got, rows, name, first in ((q, x[:4], "q", 16), (k, context, "k", 0)):
+        y = rows @ layer.params[f"w_{name}"] + layer.params[f"b_{name}"]
+        angles = (first + np.arange(len(y)))[:, None] * frequencies
+        a, b, cos, sin = y[:, :4], y[:, 4:], np.cos(angles), np.sin(angles)
+        turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+        np.testing.assert_allclose(got[0], turned, rtol=1e-13, atol=1e-13)
+
+
+def test_a_layer_and_its_positions_draw_numbers_of_their_own() -> None:
+    layer = MultiHeadAttention(64, 8, positions=LearnedTable(64, 64))
+    table, w_q = layer.params["positions.table"].ravel(), layer.params["w_q"].ravel()
+    assert abs(np.corrcoef(table, w_q)[0, 1]) < 6 / 64  # six standard deviations of 4096 pairs
+
+
 def test_a_context_that_is_x_has_its_own_gradient() -> None:
     layer = MultiHeadAttention(8, 2)
     x = np.random.default_rng(9).standard_normal((1, 6, 8), dtype=np.float32)
@@ -607,7 +656,7 @@ SAVED: dict[str, Callable[[], Any]] = {
             500.0,
             pairing="interleaved",
             rotary_dim=2,
-            scaling={"rope_type": "linear", "factor": 2.0},
+            scaling={"rope_type": "linear", "factor": np.float32(2.0)},
         )
     ),
     "alibi": lambda: MULTI(positions=Alibi(4)),
@@ -890,9 +939,18 @@ def test_torch_itself(causal: bool) -> None:
 
 
 X = np.zeros((2, 5, 8), np.float32)
+SQUARE = SelfAttention(8)
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "d_model": (lambda: SelfAttention(0), ValueError, "d_model: expected an integer of at least 1"),
     "d_k": (lambda: SelfAttention(8, 2.5), TypeError, "d_k: expected an integer of at least 1"),  # type: ignore[arg-type]
+    "out is x, one head": (lambda: SQUARE(X, out=X), ValueError, "out: expected memory of its own"),
+    "out is a weight": (
+        lambda: SQUARE(X[0, :5], out=SQUARE.params["w_v"][:5]),
+        ValueError,
+        "out: expected memory of its own",
+    ),
+    "seed": (lambda: SelfAttention(8, seed=-1), ValueError, "seed: expected an integer of at le"),
+    "offset": (lambda: MULTI(positions=Rotary(2))(X, q_offset=1.5), TypeError, "q_offset: exp"),
     "heads": (lambda: MultiHeadAttention(8, 3), ValueError, "num_heads: expected a div"),
     "kv heads": (
         lambda: MultiHeadAttention(8, 4, num_kv_heads=3), ValueError, "num_kv_heads: expected a"

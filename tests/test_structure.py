@@ -26,7 +26,7 @@ ROWS = (  # each uses only the rows under it
     {"masks", "mods", "device_arrays"},
     {"dual", "trees"},
     {"lanes"},
-    {"elementary", "dtypes", "forks", "progress", "functions"},
+    {"elementary", "dtypes", "files", "forks", "progress", "functions"},
 )
 HEIGHT = {room: len(ROWS) - i for i, row in enumerate(ROWS) for room in row}
 BACKENDS = {"cpu", "reference", "cuda"}
@@ -35,7 +35,7 @@ SHOWN = {("__init__", x) for x in ("api", "positional", "blockmask", "diagnostic
 
 LIGHT = {"__init__", "api", "blockmask", "problem", "reference", "dense", "masks", "mods"}
 LIGHT |= {"functions", "dtypes", "progress", "device_arrays"}
-LIGHT |= {"diagnostics", "nn", "positional", "learning"}
+LIGHT |= {"diagnostics", "nn", "positional", "learning", "files"}
 LLVM = {"elementary", "lanes", "dual"}
 LLVM_VERSION_ONLY = {"__main__"}
 JIT = {"njit", "jit", "cfunc", "vectorize", "guvectorize"}

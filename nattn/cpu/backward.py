@@ -492,7 +492,8 @@ def differentiate_dropped(tile, probs, dprobs, rows, delta, plain, factor):
             kept = load(tile, probs + at + n * row)
             p = load(tile, plain + at + n * row)
             dp = np.where(sign_bit(kept), nothing, load(tile, dprobs + at + n * row) * factor)
-            ds = np.where(sign_bit(p), nothing, p * (dp - mean))
+            hidden = sign_bit(p) & (p == 0.0)  # NaN may have that sign, too
+            ds = np.where(hidden, nothing, p * (dp - mean))
             store(dprobs + at + n * row, ds)
             store(probs + at + n * row, kept * factor)
 

@@ -63,9 +63,11 @@ ARGS = Struct(
         *("Hq", "group", "Nq", "Nk", "D", "Dv"),
         # keys of a block
         "block",
-        # streams of an item, heads in one, its rows; the tiles from `first_tile` to before `tiles`,
-        # and how they form tasks
-        *("streams", "heads", "rows", "first_tile", "tiles", "tiles_per_task", "tasks_per_stream"),
+        # streams of an item, heads in one, its rows
+        *("streams", "heads", "rows"),
+        # what is computed: streams from this one on, counted over all items, of each the tiles from
+        # `first_tile` to before `tiles`, and how they form tasks
+        *("first_stream", "first_tile", "tiles", "tiles_per_task", "tasks_per_stream"),
         # what is visible: addresses of int64 (B,), and numbers (left, right: -1 is open)
         *("q_offset", "q_lens", "kv_lens", "causal", "left", "right"),
         # tile functions: address of (function, params) pairs, and their number: for scores, for
@@ -128,6 +130,7 @@ def forward_worker(tile):
             # Under a causal mask the last rows see most keys: they come first, so that short
             # tasks end the list.
             part = a.tasks_per_stream - 1 - (task - stream * a.tasks_per_stream)
+            stream += a.first_stream
             b = stream // a.streams
             first_head = (stream - b * a.streams) * a.heads
             k = a.k + b * a.k_b + first_head // a.group * a.k_h

@@ -110,9 +110,11 @@ def gelu(x: Float32, out: Float32 | None = None) -> Float32:
         raise TypeError(f"x: expected float32, got {x.dtype}")
     if out is None:
         out = np.empty(x.shape, np.float32)
-    if out.dtype != np.float32 or out.shape != x.shape or not out.flags.c_contiguous:
+    flags = out.flags
+    if (out.dtype, out.shape) != (x.dtype, x.shape) or not (flags.c_contiguous and flags.writeable):
         raise ValueError(
-            f"out: expected contiguous float32 of shape {x.shape}, got {out.dtype} of {out.shape}"
+            f"out: expected contiguous, writeable float32 of shape {x.shape}, got {out.dtype} of "
+            f"{out.shape}"
         )
     if out is not x:
         out[...] = x

@@ -40,9 +40,10 @@ class Plan:
     packed: bool  # whether the lanes of a tile belong to several heads
     streams: int
     heads: int  # of a stream
-    end_tile: int
+    tiles: int
     worker: int
-    sizes: tuple[int, ...]  # the fields of ARGS from Hq to tasks_per_stream
+    sizes: tuple[int, ...]  # the fields of ARGS from Hq to rows
+    tasks: tuple[int, ...]  # the fields of ARGS from first_stream to tasks_per_stream
     areas: tuple[int, ...]
     scratch_bytes: int
     n_tasks: int
@@ -50,17 +51,7 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    dtype: str,
-    B: int,
-    Hq: int,
-    group: int,
-    Nq: int,
-    Nk: int,
-    D: int,
-    Dv: int,
-    workers: int,
-    first_tile: int = 0,
-    end_tile: int | None = None,
+    dtype: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: int, workers: int
 ) -> Plan:
     """Choose tiles, tasks and scratch; compile the kernel if need be."""
     # Heads that share their keys form one stream where together they fit in one tile: separately
@@ -70,8 +61,7 @@ def plan(
     streams, rows = Hq // heads, Nq * heads
     tile = tiles.choose_tile(dtype, rows)
     block = tiles.block_kv(dtype, D)
-    end = -(-rows // tile.lanes) if end_tile is None else end_tile
-    n_tiles = end - first_tile
+    n_tiles = -(-rows // tile.lanes)
     per_task = tiles.tiles_per_task(tile, block, D, Dv, n_tiles, B * streams, workers)
     tasks_per_stream = -(-n_tiles // per_task)
     layout = tiles.scratch_layout(tile, block, per_task, D, Dv)
@@ -80,16 +70,24 @@ def plan(
         packed,
         streams,
         heads,
-        end,
+        n_tiles,
         forward_worker(tile),
-        (
-            *(Hq, group, Nq, Nk, D, Dv, block),
-            *(streams, heads, rows, first_tile, end, per_task, tasks_per_stream),
-        ),
+        (Hq, group, Nq, Nk, D, Dv, block, streams, heads, rows),
+        (0, 0, n_tiles, per_task, tasks_per_stream),
         tuple(layout[name] for name in tiles.AREAS),
         layout["end"],
         B * streams * tasks_per_stream,
     )
+
+
+def _part(whole: Plan, rows: Rows, workers: int) -> Plan:
+    """Return the plan of some tiles of some streams."""
+    n_streams, n_tiles = rows.end_stream - rows.first_stream, rows.end_tile - rows.first_tile
+    share = -(-n_tiles * n_streams // (tiles.TASKS_PER_THREAD * workers))
+    per_task = max(1, min(whole.tasks[3], share))
+    tasks_per_stream = -(-n_tiles // per_task)
+    tasks = (rows.first_stream, rows.first_tile, rows.end_tile, per_task, tasks_per_stream)
+    return replace(whole, tasks=tasks, n_tasks=n_streams * tasks_per_stream)
 
 
 class _Scratch(threading.local):
@@ -145,13 +143,12 @@ def _run(
     out: NDArray[Any],
     lse: NDArray[Any],
     *,
-    first_tile: int = 0,
-    end_tile: int | None = None,
+    rows: Rows | None = None,
     observers: tuple[score.TileFunction, ...] = (),
     careful: bool = False,
     progress: threads.Progress | None = None,
 ) -> None:
-    """Do what `forward` does, for some of the tiles of each stream of rows if so asked.
+    """Do what `forward` does, for some of the rows if so asked.
 
     `observers` are tile functions that get the probabilities; with `careful` hidden ones are -0.0.
     """
@@ -159,10 +156,12 @@ def _run(
     # The softmax and each tile function are work, too: some operations for every score.
     operands = (p.bias is not None) + (p.mask is not None) + len(observers)
     extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
-    flops = float(p.B * p.Hq * p.Nq * p.Nk) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
+    n_rows = p.B * p.Hq * p.Nq if rows is None else rows.n_rows
+    flops = float(n_rows * p.Nk) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
     workers = 1 if flops < TINY else threads.thread_count()
-    sizes = (p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv)
-    todo = plan(dtype, *sizes, workers, first_tile, end_tile)
+    todo = plan(dtype, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, workers)
+    if rows is not None:
+        todo = _part(todo, rows, workers)
     workers = min(workers, todo.n_tasks)
     bound = _NO_FUNCTIONS
     if extras:
@@ -177,6 +176,7 @@ def _run(
         *(out.ctypes.data, *out.strides),
         lse.ctypes.data,
         *todo.sizes,
+        *todo.tasks,
         *(p.q_offset.ctypes.data, p.q_lens.ctypes.data, p.kv_lens.ctypes.data),
         *(p.causal, -1 if left is None else left, -1 if right is None else right),
         *bound.words,
@@ -302,7 +302,8 @@ def observe(
 ) -> dict[str, NDArray[Any]]:
     """Return what the weights of a problem are like, in one pass over its keys.
 
-    Values are not read, and nothing is dropped.
+    Values are not read, and nothing is dropped. Where a row of a map is NaN, its part of the rows
+    takes a second pass.
 
     Parameters
     ----------
@@ -337,56 +338,90 @@ def observe(
             found["entropy"][np.isnan(lse)] = found["max_weight"][np.isnan(lse)] = np.nan
         return found
 
-    sinks_of_rows = None
+    sinks = None
     if problem.sinks is not None:
         exists = np.arange(p.Nq) < p.q_lens[:, None, None]
         # a sink of +inf makes its rows NaN, as one of NaN does
         finite = np.where(problem.sinks == np.inf, np.nan, problem.sinks).astype(p.compute)
-        sinks_of_rows = np.where(exists, finite[:, None], np.array(-np.inf, p.compute))
+        sinks = np.where(exists, finite[:, None], np.array(-np.inf, p.compute))
     whole = plan(compute_name(p.dtype), p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, 0, 1)
-    n_tiles = step = whole.end_tile
-    total = None
-    if size is not None:
-        total = np.zeros((p.B * whole.streams, whole.heads * size[0], size[1]))
-        of_tile = p.B * whole.streams * size[1] * 2 * whole.tile.lanes * p.compute.itemsize
-        most = MOST_STATE // max(of_tile, 1)
-        step = max(TILES_TOGETHER, most // TILES_TOGETHER * TILES_TOGETHER)
-    for first in range(0, n_tiles, step):
-        end = min(n_tiles, first + step)
-        rows = Rows(whole.tile, p.B, whole.streams, whole.heads, p.Nq, first, end)
-        run = functools.partial(_run, p, out, first_tile=first, end_tile=end)
-        columns = None if size is None else Columns(rows, p.Nk, size[1])
-        sums = RowSums(rows) if stats else None
-        both = tuple(x.function for x in (columns, sums) if x is not None)
-        part = None if progress is None else _part_of(progress, first / n_tiles, end / n_tiles)
-        run(lse, observers=both, progress=part)
-        sinks = None if sinks_of_rows is None else rows.of_streams(sinks_of_rows)
-        with np.errstate(all="ignore"):
-            own = rows.of_streams(lse)
-            if sinks is not None:
-                np.logaddexp(own, sinks, out=own)
-            nan = np.isnan(own)
-            if sums is not None:
-                entropy, largest, argmax = sums.stats(sinks)
-                rows.of_streams(found["entropy"])[...] = np.where(nan, np.nan, entropy)
-                rows.of_streams(found["max_weight"])[...] = np.where(nan, np.nan, largest)
-                rows.of_streams(found["argmax"])[...] = np.where(nan, -1, argmax)
-            if size is not None and columns is not None and total is not None:
-                weights = columns.weights(sinks)
-                if nan.any():
-                    # NaN shows where the row sees a key, whatever has become of its weight.
-                    seen = Columns(rows, p.Nk, size[1], count=True)
-                    run(np.empty_like(lse), observers=(seen.function,), careful=True)
-                    weights[nan] = np.where(seen.counts()[nan] > 0, np.nan, 0.0)
-                sum_of_rows(weights, rows, size[0], total)
-    if total is not None:
-        found["map"][...] = total.reshape(found["map"].shape)
+    n_streams, n_tiles = p.B * whole.streams, whole.tiles
+    streams, tiles_at_once = _at_once(n_streams, n_tiles, size, whole.tile)
+    done = 0
+    for first in range(0, n_streams, streams):
+        end = min(n_streams, first + streams)
+        total = None
+        if size is not None:
+            total = np.zeros((end - first, whole.heads * size[0], size[1]))
+        for tile in range(0, n_tiles, tiles_at_once):
+            end_tile = min(n_tiles, tile + tiles_at_once)
+            rows = Rows(whole.tile, whole.streams, whole.heads, p.Nq, first, end, tile, end_tile)
+            part = None
+            if progress is not None:
+                part = _part_of(progress, done, rows.n_rows, p.B * p.Hq * p.Nq)
+            done += rows.n_rows
+            _look(p, rows, out, sinks, size, found, total, part)
+        if size is not None and total is not None:
+            heads = slice(first * whole.heads, end * whole.heads)
+            found["map"].reshape(p.B * p.Hq, *size)[heads] = total.reshape(-1, *size)
     return found
 
 
-def _part_of(progress: threads.Progress, start: float, end: float) -> threads.Progress:
+def _at_once(
+    n_streams: int, n_tiles: int, size: tuple[int, int] | None, tile: Tile
+) -> tuple[int, int]:
+    """Return of how many streams, and how many tiles of each, a map is made at once.
+
+    So many that `MOST_STATE` bytes are enough, if they can be; of a part of a stream's tiles whole
+    groups that `sum_of_rows` adds up first.
+    """
+    if size is None or size[1] == 0:
+        return n_streams, n_tiles
+    most = MOST_STATE // (2 * size[1] * tile.lanes * tile.itemsize)
+    streams = max(1, min(n_streams, most // min(n_tiles, TILES_TOGETHER)))
+    return streams, max(1, most // streams // TILES_TOGETHER) * TILES_TOGETHER
+
+
+def _look(
+    p: Problem,
+    rows: Rows,
+    out: NDArray[Any],
+    all_sinks: NDArray[Any] | None,
+    size: tuple[int, int] | None,
+    found: dict[str, NDArray[Any]],
+    total: NDArray[np.float64] | None,
+    progress: threads.Progress | None,
+) -> None:
+    """Write what there is to see in some rows to `found`, and add their map to `total`."""
+    sums = RowSums(rows) if "entropy" in found else None
+    columns = None if size is None else Columns(rows, p.Nk, size[1])
+    both = tuple(x.function for x in (columns, sums) if x is not None)
+    _run(p, out, found["lse"], rows=rows, observers=both, progress=progress)
+    sinks = None if all_sinks is None else rows.of_streams(all_sinks)
+    with np.errstate(all="ignore"):
+        lse = rows.of_streams(found["lse"])
+        if sinks is not None:
+            np.logaddexp(lse, sinks, out=lse)
+        nan = np.isnan(lse)
+        if sums is not None:
+            entropy, largest, argmax = sums.stats(sinks)
+            rows.of_streams(found["entropy"])[...] = np.where(nan, np.nan, entropy)
+            rows.of_streams(found["max_weight"])[...] = np.where(nan, np.nan, largest)
+            rows.of_streams(found["argmax"])[...] = np.where(nan, -1, argmax)
+        if size is not None and columns is not None and total is not None:
+            weights = columns.weights(sinks)
+            if nan.any():
+                # NaN shows where the row sees a key, whatever has become of its weight.
+                seen = Columns(rows, p.Nk, size[1], count=True)
+                again = np.empty_like(found["lse"])
+                _run(p, out, again, rows=rows, observers=(seen.function,), careful=True)
+                weights[nan] = np.where(seen.counts()[nan] > 0, np.nan, 0.0)
+            sum_of_rows(weights, rows, size[0], total)
+
+
+def _part_of(progress: threads.Progress, start: int, count: int, of: int) -> threads.Progress:
     """Return what reports the progress of a part."""
-    return lambda done: progress(start + done * (end - start))
+    return lambda done: progress((start + done * count) / of)
 
 
 # The backward pass

@@ -39,8 +39,8 @@ from .softmax import LOG2E
 _PLACE = (
     # address of the state; streams of an item, heads in one, query rows of a head
     *("state", "streams", "heads", "Nq"),
-    # the tiles that have state: the first, and how many there are; bytes of the state of one
-    *("first_tile", "tiles", "tile_bytes"),
+    # what has state: the first stream of all items; its first tile, and their number; bytes of one
+    *("first_stream", "first_tile", "tiles", "tile_bytes"),
 )
 
 
@@ -50,7 +50,7 @@ def state_of(c, p, lanes):
     head = read_int64(c.heads)
     stream = head // p.heads
     row = (head - stream * p.heads) * p.Nq + read_int64(c.rows)
-    n = (c.batch * p.streams + stream) * p.tiles + row // lanes - p.first_tile
+    n = (c.batch * p.streams + stream - p.first_stream) * p.tiles + row // lanes - p.first_tile
     return p.state + n * p.tile_bytes
 
 
@@ -79,7 +79,8 @@ def add_columns(tile):
                 total = splat(tile, 0.0)
                 if p.count:
                     for n in range(stop - key):
-                        hidden = sign_bit(load(tile, at + n * row))
+                        x = load(tile, at + n * row)
+                        hidden = sign_bit(x) & (x == 0.0)  # NaN may have that sign, too
                         total += np.where(hidden, splat(tile, 0.0), splat(tile, 1.0))
                 else:
                     for n in range(stop - key):
@@ -109,15 +110,14 @@ def add_rows_up(tile):
         argmax = p.argmax + (state - p.state) // p.tile_bytes * c.vectors * width * 8
         for i in range(c.vectors):
             at = state + i * width * size
-            ref, total = load(tile, at), load(tile, at + row)
-            products, best = load(tile, at + 2 * row), load(tile, at + 3 * row)
+            ref, old_total = load(tile, at), load(tile, at + row)
+            old_products, old_best = load(tile, at + 2 * row), load(tile, at + 3 * row)
             largest = load(tile, c.row_max + i * width * size)
             shrink = shrinkage(tile, ref, largest)
             # log(p) of what has been added falls by so much; of nothing it does not matter
             fall = np.where(shrink == 0.0, splat(tile, 0.0), ref - largest)
-            products = (products + total * fall) * shrink
-            total, best = total * shrink, best * shrink
-            most = splat(tile, 0.0)
+            best = old_best * shrink
+            total, products, most = splat(tile, 0.0), splat(tile, 0.0), splat(tile, 0.0)
             column = probs + i * width * size
             for n in range(c.n_keys):
                 x = load(tile, column + n * row)
@@ -126,14 +126,16 @@ def add_rows_up(tile):
                 most = np.where(x > most, x, most)
             for lane in range(width):
                 found = lane_of(tile, most, lane)
-                if found > lane_of(tile, best, lane):
+                # The maximum may have grown by less than shows in a quotient.
+                grown = lane_of(tile, largest, lane) > lane_of(tile, ref, lane) and found > 0.0
+                if found > lane_of(tile, best, lane) or grown:
                     n = 0
                     while read(tile, column + n * row + lane * size) != found:
                         n += 1
                     write_int64(argmax + 8 * (i * width + lane), c.first_key + n)
             store(at, largest)
-            store(at + row, total)
-            store(at + 2 * row, products)
+            store(at + row, old_total * shrink + total)
+            store(at + 2 * row, (old_products + old_total * fall) * shrink + products)
             store(at + 3 * row, np.where(most > best, most, best))
         return 0
 
@@ -147,23 +149,26 @@ def shrinkage(tile, ref, largest):
 
 
 class Rows(NamedTuple):
-    """The query rows of some tiles of each stream.
+    """The query rows of some tiles of some streams.
 
     Attributes
     ----------
     tile : Tile
         What the lanes of a tile are.
-    B, streams, heads, Nq : int
-        Batch items, streams of an item, heads in a stream, query rows of a head.
+    streams, heads, Nq : int
+        Streams of an item, heads in a stream, query rows of a head.
+    first_stream, end_stream : int
+        Which streams of all items.
     first_tile, end_tile : int
-        Which tiles of each stream.
+        Which tiles of each.
     """
 
     tile: Tile
-    B: int
     streams: int
     heads: int
     Nq: int
+    first_stream: int
+    end_stream: int
     first_tile: int
     end_tile: int
 
@@ -174,27 +179,36 @@ class Rows(NamedTuple):
         end = min(self.end_tile * lanes, self.heads * self.Nq)
         return slice(self.first_tile * lanes, end)
 
+    @property
+    def n_rows(self) -> int:
+        """The number of rows."""
+        each: int = self.place.stop - self.place.start
+        return (self.end_stream - self.first_stream) * each
+
     def new_state(self, *shape: int) -> NDArray[Any]:
-        """Return zeros of ``(all streams, tiles, *shape, lanes)``."""
-        n_tiles = self.end_tile - self.first_tile
-        size = (self.B * self.streams, n_tiles, *shape, self.tile.lanes)
-        return np.zeros(size, self.tile.dtype)
+        """Return zeros of ``(streams, tiles, *shape, lanes)``."""
+        n_streams, n_tiles = self.end_stream - self.first_stream, self.end_tile - self.first_tile
+        return np.zeros((n_streams, n_tiles, *shape, self.tile.lanes), self.tile.dtype)
 
     def words(self, state: NDArray[Any]) -> tuple[int, ...]:
         """Return the params that say where a tile's state lies."""
         n_tiles = self.end_tile - self.first_tile
-        numbers = (self.streams, self.heads, self.Nq, self.first_tile, n_tiles)
+        numbers = (self.streams, self.heads, self.Nq, self.first_stream, self.first_tile, n_tiles)
         return (state.ctypes.data, *numbers, state.strides[1])
 
     def in_order(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Return ``(all streams, tiles, ..., lanes)`` as ``(all streams, rows, ...)``."""
-        x = np.moveaxis(x, -1, 2)
+        """Return ``(streams, tiles, ..., lanes)`` as ``(streams, rows, ...)``, contiguous.
+
+        The order in memory decides that of sums, which must not depend on the number of tiles.
+        """
+        x = np.ascontiguousarray(np.moveaxis(x, -1, 2))
         x = x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
-        return x[:, : self.place.stop - self.place.start]
+        return np.ascontiguousarray(x[:, : self.place.stop - self.place.start])
 
     def of_streams(self, x: NDArray[Any]) -> NDArray[Any]:
-        """View these rows of an array over (B, Hq, Nq) as ``(all streams, rows)``."""
-        return x.reshape(self.B * self.streams, self.heads * self.Nq)[:, self.place]
+        """View these rows of an array over (B, Hq, Nq) as ``(streams, rows)``."""
+        streams = x.reshape(-1, self.heads * self.Nq)
+        return streams[self.first_stream : self.end_stream, self.place]
 
 
 class Columns:
@@ -218,16 +232,16 @@ class Columns:
         self.function = TileFunction(add_columns(_one(rows.tile)), params, (self.state,))
 
     def counts(self) -> NDArray[Any]:
-        """Return the number of visible keys, ``(all streams, rows, columns)``."""
+        """Return the number of visible keys, ``(streams, rows, columns)``."""
         return self.rows.in_order(self.state[:, :, :, 0])
 
     def weights(self, sinks: NDArray[Any] | None) -> NDArray[Any]:
-        """Return the sums of weights, ``(all streams, rows, columns)``.
+        """Return the sums of weights, ``(streams, rows, columns)``.
 
         Parameters
         ----------
         sinks : ndarray or None
-            The sink of each of the rows, ``(all streams, rows)``.
+            The sink of each of the rows, ``(streams, rows)``.
         """
         sums, refs = self.state[:, :, :, 0], self.state[:, :, :, 1]
         largest = self.rows.in_order(refs.max(axis=2, initial=-np.inf))
@@ -264,7 +278,7 @@ class RowSums:
     def stats(
         self, sinks: NDArray[Any] | None
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
-        """Return entropy, largest weight and its key, each ``(all streams, rows)``.
+        """Return entropy, largest weight and its key, each ``(streams, rows)``.
 
         With w = p / total the entropy -sum(w log w) is log(total) sum(w) - sum(p log p) / total. A
         row that sees nothing has 0, 0 and -1.
@@ -276,6 +290,7 @@ class RowSums:
         largest = _larger(ref, sinks)
         fall = np.where(seen, ref - largest, np.zeros_like(ref))
         shrink = np.exp(fall)
+        fall[shrink == 0.0] = 0.0  # of nothing; it may be -inf
         total = found * shrink
         if sinks is not None:
             total = total + np.exp(sinks - _finite(largest))
@@ -300,13 +315,13 @@ def sum_of_rows(weights: NDArray[Any], rows: Rows, blocks: int, total: NDArray[A
     Parameters
     ----------
     weights : ndarray
-        ``(all streams, rows, columns)``.
+        ``(streams, rows, columns)``.
     rows : Rows
         Which rows.
     blocks : int
         Row i of a head is in block i * blocks // Nq.
     total : ndarray of float64
-        ``(all streams, heads * blocks, columns)``, changed.
+        ``(streams, heads * blocks, columns)``, changed.
     """
     r = np.arange(rows.place.start, rows.place.stop)
     block = r // rows.Nq * blocks + r % rows.Nq * blocks // rows.Nq

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..files import replaced
 from ..progress import Progress
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def run(settings: Settings) -> Report:
     Raises
     ------
     ExplainError
-        If a setting, a file or a library is at fault. Nothing is written then.
+        If a setting, a file or a library is at fault: before any work. If writing fails, figures
+        may be left, each of them whole, and the page is as it was.
     """
     model = _check(settings)
     from threadpoolctl import threadpool_limits
@@ -218,19 +219,11 @@ def _write(settings: Settings, whole: bytes, pictures: dict[str, bytes]) -> tupl
         settings.folder.mkdir(exist_ok=True)
         paths = [settings.folder / f"{name}.png" for name in pictures]
         for path, picture in zip(paths, pictures.values(), strict=True):
-            _replace(path, picture)
-        _replace(settings.output, whole)
+            with replaced(path) as part:
+                part.write_bytes(picture)
+        with replaced(settings.output) as part:
+            part.write_bytes(whole)
     except OSError as error:
         name = error.filename or settings.output
         raise ExplainError(f"output: cannot write {name}: {error.strerror or error}") from None
     return tuple(paths)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Put a file in place in one move."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

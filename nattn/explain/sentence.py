@@ -211,12 +211,17 @@ def _chosen(reading: Reading, shares: dict[str, Array]) -> tuple[list[Panel], st
 CELL = 13
 """Pixels of a word on an axis."""
 
+MOST_WORDS = 80
+"""Tokens of which words are on the axes: with more a picture shows the pattern alone."""
+
 
 def _with_words(weights: Array, words: Sequence[str], title: str, name: str, alt: str) -> Panel:
     """Draw weights with the words on the axes, as large as they need."""
-    side = max(330, CELL * len(words) + 70)
+    many = len(words) > MOST_WORDS
+    side = 600 if many else max(330, CELL * len(words) + 70)
     drawn, axes = canvas(width=side, height=side + 20)
-    heat(axes, np.sqrt(weights), rows=words, columns=words, limit=1.0)
+    shown = None if many else words
+    heat(axes, np.sqrt(weights), rows=shown, columns=shown, limit=1.0)
     axes.tick_params(labelsize=10.5)
     axes.set_title(title)
     return finish(drawn, name, alt)
