@@ -12,8 +12,9 @@ Everything that is not attention is here, forward and backward, in plain NumPy.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from .nn import MultiHeadAttention
 from .positional import Rotary, Sinusoidal
 from .problem import check_count
+from .progress import part_of
 
 Array = NDArray[Any]
 Params = dict[str, Array]
@@ -770,22 +772,12 @@ def learn_all(progress: Progress | None = None, *, seed: int = 0) -> list[Curve]
         "lookup" and "order" of one network, "blind lookup" and "blind order" of one without
         positions, and "text".
     """
-    shares = _shares(progress, 0.2, 0.2, 0.6)  # of the time
-    return [
-        *learn_lists(True, seed=seed, progress=next(shares)),
-        *learn_lists(False, seed=seed, progress=next(shares)),
-        learn_text(seed=seed, progress=next(shares)),
+    ends = (0.0, 0.2, 0.4, 1.0)  # of the time
+    parts = [
+        None if progress is None else part_of(progress, *both) for both in itertools.pairwise(ends)
     ]
-
-
-def _shares(progress: Progress | None, *shares: float) -> Iterator[Progress | None]:
-    """Yield the progress of each part of a job, which are given shares of it."""
-    done = 0.0
-    for share in shares:
-
-        def part(fraction: float, done: float = done, share: float = share) -> None:
-            if progress is not None:
-                progress(done + share * fraction)
-
-        yield part
-        done += share
+    return [
+        *learn_lists(True, seed=seed, progress=parts[0]),
+        *learn_lists(False, seed=seed, progress=parts[1]),
+        learn_text(seed=seed, progress=parts[2]),
+    ]

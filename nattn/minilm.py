@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from .cpu.gelu import gelu
 from .diagnostics import attention_weights
 from .nn import MultiHeadAttention
+from .problem import check_count
 
 Array = NDArray[Any]
 Float32 = NDArray[np.float32]
@@ -308,12 +309,12 @@ class MiniLM:
         Raises
         ------
         TypeError
-            If a text is not a string.
+            If a text is not a string, or batch_size no integer.
         ValueError
-            If a text has more tokens than the model has positions, or characters that are none.
+            If a text has more tokens than the model has positions, or characters that are none, or
+            batch_size is less than 1.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
+        batch_size = check_count("batch_size", batch_size)
         ids = [e.ids for e in self._encodings(texts)]
         order = sorted(range(len(ids)), key=lambda n: len(ids[n]))
         out = np.empty((len(ids), self.d_model), np.float32)

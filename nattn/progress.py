@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Self, TextIO
 
 _WIDTH = 30
@@ -70,3 +71,28 @@ class Progress:
             self._stream.write("\r" + padded.encode("ascii", "replace").decode())
         self._stream.flush()
         self._drawn = len(text)
+
+
+def part_of(
+    progress: Callable[[float], object], begin: float, end: float
+) -> Callable[[float], object]:
+    """Return the progress of a part of a job.
+
+    Parameters
+    ----------
+    progress : callable
+        Called with the fraction of the whole that is done.
+    begin, end : float
+        Fractions of the whole at which the part begins and ends.
+
+    Returns
+    -------
+    callable
+        To be called with the fraction of the part that is done.
+
+    Examples
+    --------
+    >>> part_of(lambda done: round(100 * done), 0.5, 0.75)(0.4)
+    60
+    """
+    return lambda done: progress(begin + done * (end - begin))

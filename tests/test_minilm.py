@@ -284,7 +284,7 @@ def test_what_is_not_a_string_is_refused(small: tuple[MiniLM, State]) -> None:
         model.attention(["one"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"texts\[0\]: expected characters, got half"):
         model.encode(["\ud800"])
-    with pytest.raises(ValueError, match="batch_size: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, match="batch_size: expected an integer of at least 1, got 0"):
         model.encode(["fine"], batch_size=0)
 
 

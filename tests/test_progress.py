@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
 import io
 
 import pytest
 
+from nattn import progress
 from nattn.progress import Progress
+
+
+def test_examples() -> None:
+    assert doctest.testmod(progress).failed == 0
 
 
 class Terminal(io.StringIO):

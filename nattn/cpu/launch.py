@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..dtypes import compute_name
 from ..lanes import Tile
 from ..problem import Problem
+from ..progress import part_of
 from . import backward as back
 from . import score, threads, tiles
 from .classify import classify
@@ -358,7 +359,7 @@ def observe(
             rows = Rows(whole.tile, whole.streams, whole.heads, p.Nq, first, end, tile, end_tile)
             part = None
             if progress is not None:
-                part = _part_of(progress, done, rows.n_rows, p.B * p.Hq * p.Nq)
+                part = part_of(progress, done / lse.size, (done + rows.n_rows) / lse.size)
             done += rows.n_rows
             _look(p, rows, out, sinks, size, found, total, part)
         if size is not None and total is not None:
@@ -417,11 +418,6 @@ def _look(
                 _run(p, out, again, rows=rows, observers=(seen.function,), careful=True)
                 weights[nan] = np.where(seen.counts()[nan] > 0, np.nan, 0.0)
             sum_of_rows(weights, rows, size[0], total)
-
-
-def _part_of(progress: threads.Progress, start: int, count: int, of: int) -> threads.Progress:
-    """Return what reports the progress of a part."""
-    return lambda done: progress((start + done * count) / of)
 
 
 # The backward pass

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import replaced
-from ..progress import Progress
+from ..progress import Progress, part_of
 
 if TYPE_CHECKING:
     from ..minilm import MiniLM
@@ -147,10 +147,7 @@ def run(settings: Settings) -> Report:
     with Progress("explaining") as bar, drawing.style():
         done = 0.0
         for name, share, chapter in chapters:
-
-            def part(fraction: float, done: float = done, share: float = share) -> None:
-                bar((done + share * fraction) / whole_share)
-
+            part = part_of(bar, done / whole_share, (done + share) / whole_share)
             part(0.0)
             start = time.perf_counter()
             # OpenBLAS gains nothing by threads in products as small as most of these, and where
