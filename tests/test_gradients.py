@@ -563,3 +563,16 @@ def test_torch(backend: str, case: Case) -> None:
 
 def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
+
+
+def test_nan_of_either_sign_is_seen_beside_dropout(backend: str) -> None:
+    """What is hidden has the sign bit, and so may a NaN have that makes a row's lse one."""
+    q, k, v = qkv(1, 1, 20, 30, 8)
+    drop: dict[str, Any] = {"dropout_p": 0.3, "seed": 5, "backend": backend}
+    out, lse = nattn.attention(q, k, v, return_lse=True, **drop)
+    for sign in (1.0, -1.0):
+        lse[0, 0, 4] = np.copysign(np.float32(np.nan), np.float32(sign))
+        dq = nattn.attention_backward(np.ones_like(out), q, k, v, out, lse, **drop).dq
+        assert dq is not None
+        assert np.isnan(dq[0, 0, 4]).all()
+        assert np.isfinite(np.delete(dq[0, 0], 4, axis=0)).all()

@@ -48,7 +48,7 @@ from .forward import (
 from .jit import device, kernel
 from .micro import add_rows, add_values, dot_keys
 from .score import CONTEXT, apply, lane_offsets
-from .softmax import LOG2E, note_hidden
+from .softmax import LOG2E, is_hidden, note_hidden
 from .threads import enter, leave, stopped, take_task
 
 AREAS = (
@@ -492,8 +492,7 @@ def differentiate_dropped(tile, probs, dprobs, rows, delta, plain, factor):
             kept = load(tile, probs + at + n * row)
             p = load(tile, plain + at + n * row)
             dp = np.where(sign_bit(kept), nothing, load(tile, dprobs + at + n * row) * factor)
-            hidden = sign_bit(p) & (p == 0.0)  # NaN may have that sign, too
-            ds = np.where(hidden, nothing, p * (dp - mean))
+            ds = np.where(is_hidden(p), nothing, p * (dp - mean))
             store(dprobs + at + n * row, ds)
             store(probs + at + n * row, kept * factor)
 

@@ -85,7 +85,8 @@ def _part(whole: Plan, rows: Rows, workers: int) -> Plan:
     """Return the plan of some tiles of some streams."""
     n_streams, n_tiles = rows.end_stream - rows.first_stream, rows.end_tile - rows.first_tile
     share = -(-n_tiles * n_streams // (tiles.TASKS_PER_THREAD * workers))
-    per_task = max(1, min(whole.tasks[3], share))
+    _, _, _, most, _ = whole.tasks
+    per_task = max(1, min(most, share))
     tasks_per_stream = -(-n_tiles // per_task)
     tasks = (rows.first_stream, rows.first_tile, rows.end_tile, per_task, tasks_per_stream)
     return replace(whole, tasks=tasks, n_tasks=n_streams * tasks_per_stream)

@@ -26,7 +26,6 @@ from ..lanes import (
     load,
     read,
     read_int64,
-    sign_bit,
     splat,
     store,
     view,
@@ -34,7 +33,7 @@ from ..lanes import (
 )
 from .jit import device, kernel
 from .score import CONTEXT, SIGNATURE, TileFunction
-from .softmax import LOG2E
+from .softmax import LOG2E, is_hidden
 
 _PLACE = (
     # address of the state; streams of an item, heads in one, query rows of a head
@@ -79,8 +78,7 @@ def add_columns(tile):
                 total = splat(tile, 0.0)
                 if p.count:
                     for n in range(stop - key):
-                        x = load(tile, at + n * row)
-                        hidden = sign_bit(x) & (x == 0.0)  # NaN may have that sign, too
+                        hidden = is_hidden(load(tile, at + n * row))
                         total += np.where(hidden, splat(tile, 0.0), splat(tile, 1.0))
                 else:
                     for n in range(stop - key):

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ..lanes import exp2_nonpositive, load, load_old, splat, store
+from ..lanes import exp2_nonpositive, load, load_old, sign_bit, splat, store
 from .jit import device
 
 LOG2E = math.log2(math.e)
@@ -70,3 +70,12 @@ def mark_hidden(tile, probs, rows, marks):
         hidden = load(tile, marks + n * size) > 0.0
         p = load_old(tile, probs + n * size)
         store(probs + n * size, np.where(hidden, splat(tile, -0.0), p))
+
+
+@device
+def is_hidden(p):
+    """Return which probabilities are those of hidden keys, as `mark_hidden` leaves them.
+
+    The sign alone does not tell: NaN may have it, too.
+    """
+    return sign_bit(p) & (p == 0.0)
