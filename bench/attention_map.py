@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 import nattn
-from nattn.measure import PeakMemory, interleave, timed
+from nattn.applications.measure import PeakMemory, interleave, timed
 
 
 def main() -> None:

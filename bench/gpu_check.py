@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (folder / "nattn").exists() or folder.name == "tests":
             sys.path.insert(0, str(folder))
     started = time.perf_counter()
-    from nattn.api import load_backend
+    from nattn.backends import load as load_backend
 
     try:
         load_backend("cuda")
@@ -293,7 +293,7 @@ class Outcomes:
 
 def checked(names: list[str], options: argparse.Namespace) -> list[Row]:
     """Run the checks in several processes and return the rows that tell of them."""
-    from nattn.measure import processors
+    from nattn.applications.measure import processors
 
     outcomes = Outcomes()
     end = time.monotonic() + 60 * options.minutes
@@ -530,7 +530,7 @@ def inputs(shape: Shape) -> list[Any]:
     import numpy as np
     from test_cuda_gpu import Foreign
 
-    from nattn import dtypes
+    from nattn.vectors import dtypes
 
     sizes = [(shape.B, shape.Hq, shape.Nq, shape.D), *[(shape.B, shape.Hkv, shape.Nk, shape.D)] * 2]
     sizes.append(sizes[0])
@@ -574,7 +574,7 @@ def contestants(shape: Shape) -> dict[str, Sampler]:
 
 def speeds(options: argparse.Namespace) -> list[Row]:
     """Measure, all contestants in turns, and return the rows that tell of it."""
-    from nattn.measure import interleave
+    from nattn.applications.measure import interleave
 
     rounds = 1 if options.simulate else options.rounds
     rows = []

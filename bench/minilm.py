@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nattn.measure import Case, Samples, check, interleave, processors, timed
+from nattn.applications.measure import Case, Samples, check, interleave, processors, timed
 
 LAYERS = 6
 BATCH, TOKENS = 64, 256
@@ -77,7 +77,7 @@ def sentence_ids() -> Array:
 
 
 def our_model() -> Call:
-    from nattn.minilm import MiniLM, Tokens
+    from nattn.applications.minilm import MiniLM, Tokens
 
     model = MiniLM.load()
     tokens = Tokens(sentence_ids(), np.full(BATCH, TOKENS), [])
@@ -88,7 +88,7 @@ def their_model(attention: str) -> Call:
     import torch
     from transformers import AutoModel
 
-    from nattn.minilm import package_folder
+    from nattn.applications.minilm import package_folder
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_grad_enabled(False)

@@ -19,7 +19,7 @@ import cases
 import pytest
 
 import nattn
-from nattn.measure import PREPARE, Case, Contestant, Unsupported, processors
+from nattn.applications.measure import PREPARE, Case, Contestant, Unsupported, processors
 
 LARGE = {
     "N=512": Case(N=512),

@@ -1,18 +1,22 @@
 """Exact attention in Python, at the speed of the machine."""
 
-from . import masks, mods, nn, positional
-from .api import Gradients, attention, attention_backward, attention_vjp
-from .blockmask import BlockMask
-from .diagnostics import (
+from . import nn, positional
+from .api import (
+    Gradients,
     RowStats,
+    attention,
+    attention_backward,
     attention_map,
+    attention_vjp,
     attention_weights,
     key_mass,
     plot_attention,
     row_stats,
 )
-from .masks import mask
-from .mods import alibi_slopes
+from .call.block_mask import BlockMask
+from .functions import masks, mods
+from .functions.masks import mask
+from .functions.mods import alibi_slopes
 
 __version__ = "0.1.0"
 __all__ = [

@@ -12,8 +12,10 @@ import rounding
 from numpy.typing import NDArray
 
 import nattn
-from nattn import masks, mods, reference
-from nattn.dtypes import (
+from nattn.backends import reference
+from nattn.call.problem import WRT, Problem
+from nattn.functions import masks, mods
+from nattn.vectors.dtypes import (
     ErrorBudget,
     error_budget,
     gradient_dtype,
@@ -22,7 +24,6 @@ from nattn.dtypes import (
     stored,
     sum_budget,
 )
-from nattn.problem import WRT, Problem
 
 Array = NDArray[Any]
 Option = Callable[["Case", np.random.Generator], Any]
@@ -477,7 +478,7 @@ def visible_pairs(p: Problem) -> NDArray[np.bool_]:
 
 
 def budget(p: Problem, visible: NDArray[np.bool_]) -> ErrorBudget:
-    """Return the error budget of every row (`nattn.dtypes.error_budget` derives it).
+    """Return the error budget of every row (`nattn.vectors.dtypes.error_budget` derives it).
 
     What is not finite has no error; such elements are compared by kind, not by distance.
     """
@@ -601,7 +602,7 @@ def as_given(p: Problem, name: str, x: Array) -> Array:
 
 
 def gradient_budget(t: Truth, dout: Array, dlse: Array) -> dict[str, Array]:
-    """Return the error budget of every gradient (`nattn.dtypes.pair_budget` derives it).
+    """Return the error budget of every gradient (`nattn.vectors.dtypes.pair_budget` derives it).
 
     What is not finite has no error; it counts for nothing in the budget of what is.
     """

@@ -11,7 +11,7 @@ import children
 import pytest
 from hypothesis import settings
 
-from nattn.api import load_backend
+from nattn.backends import load as load_backend
 
 # Derandomised: a run that fails can be repeated, and what passed once does not fail on others.
 settings.register_profile("nattn", deadline=None, derandomize=True, max_examples=100)

@@ -50,10 +50,10 @@ from cases import (
 from numpy.typing import NDArray
 
 import nattn
-from nattn import functions, masks
-from nattn.dtypes import error_budget, storage_dtype
-from nattn.mods import compose, keep
-from nattn.problem import WRT, Problem
+from nattn.call.problem import WRT, Problem
+from nattn.functions import binding, masks
+from nattn.functions.mods import compose, keep
+from nattn.vectors.dtypes import error_budget, storage_dtype
 
 Array = NDArray[Any]
 Suite = dict[str, Callable[[], None]]
@@ -439,7 +439,7 @@ def blocks_of(tree: Any, B: int, H: int, Nq: int, Nk: int, size: int) -> nattn.B
         kinds[b, h, i, j] = (
             masks.FULL if block.all() else masks.MIXED if block.any() else masks.EMPTY
         )
-    resolved = functions.resolve("mask_mod", tree, functions.MASK_MOD)
+    resolved = binding.resolve("mask_mod", tree, binding.MASK_MOD)
     offset = np.full(B, Nk - Nq, np.int64)
     return nattn.BlockMask(resolved, B, H, Nq, Nk, offset, size, kinds)
 
@@ -502,7 +502,7 @@ class Place(OnDevice):
 
 def in_simulator() -> bool:
     """Whether kernels run as plain Python."""
-    return bool(importlib.import_module("nattn.cuda.target").SIMULATED)
+    return bool(importlib.import_module("nattn.backends.cuda.target").SIMULATED)
 
 
 def host(x: Any) -> Array:
@@ -727,11 +727,11 @@ def lists() -> None:
 
 @case(FORWARD)
 def progress_ends_at_one() -> None:
-    from nattn import api
+    from nattn.api import functional
 
     seen: list[float] = []
     q, k, v = qkv(1, 2, 3, 3, 4)
-    out = api._attend(q, k, v, backend="cuda", progress=seen.append)
+    out = functional._attend(q, k, v, backend="cuda", progress=seen.append)
     np.testing.assert_array_equal(out, attend(q, k, v)[0])
     assert seen == sorted(seen)
     assert all(0 <= done <= 1 for done in seen)

@@ -22,8 +22,8 @@ import pytest
 from cases import gate, in_step, qkv
 from cuda_cases import blocks_of
 
-from nattn.dtypes import storage_dtype
-from nattn.problem import Problem
+from nattn.call.problem import Problem
+from nattn.vectors.dtypes import storage_dtype
 
 STORAGE = ("float32", "float64", "float16", "bfloat16")
 MOST = 255
@@ -109,7 +109,7 @@ def check_resources(kernel: Any, cls: Any, for_90: bool = False, ceiling: int = 
 
 def functions(storage: str, everything: bool, derive: bool) -> Any:
     """Return what a call does with its scores: nothing, or all that there is."""
-    from nattn.cuda import score
+    from nattn.backends.cuda import score
 
     q, k, v = (x.astype(storage_dtype(storage)) for x in qkv(1, 2, 8, 8, 4))
     options: dict[str, Any] = {}

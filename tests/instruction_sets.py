@@ -106,9 +106,9 @@ def product_loops(assembly: str) -> list[list[str]]:
 
 def facts() -> dict[str, Any]:
     """Compile the wide float32 kernel and describe it."""
-    from nattn.cpu import tiles
+    from nattn.backends.cpu import tiles
 
-    forward = importlib.import_module("nattn.cpu.forward")
+    forward = importlib.import_module("nattn.backends.cpu.forward")
     tile = tiles.choose_tile("float32", 1 << 20)
     assembly = forward.forward_worker.inspect_asm(tile)
     registers = {(x, int(n)) for x, n in re.findall(r"%([xyz]mm)(\d+)", assembly)}

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from nattn import masks, mods
+from nattn.functions import masks, mods
 
 FUNCTION = 8
 """Roundings that an elementary function may stand for: 4 ulp, each up to two units of eps / 2."""

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nattn.dense import Dual, elementwise, rounded
-from nattn.functions import Combination
+from nattn.functions.binding import Combination
+from nattn.functions.on_arrays import Dual, elementwise, rounded
 
 FUNCTION = 8
 """Unit roundoffs of an elementary function: 4 ulp, as the contract has it."""

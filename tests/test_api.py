@@ -20,8 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nattn
-from nattn import api, reference
-from nattn.problem import Problem
+from nattn import backends
+from nattn.api import functional
+from nattn.backends import reference
+from nattn.call.problem import Problem
 
 NARROW = [np.float16, ml_dtypes.bfloat16]
 
@@ -155,7 +157,7 @@ class Door:
 @pytest.mark.parametrize("dtype", [*NARROW, np.float32, np.float64])
 def test_cuda_gets_arrays_in_host_memory(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
     door: Any = Door()
-    monkeypatch.setitem(api._loaded, "cuda", door)
+    monkeypatch.setitem(backends._loaded, "cuda", door)
     q, k, v = qkv(1, 2, 5, 7, 4, dtype=dtype)
     out, lse = check("cuda", q, k, v)
     assert type(out) is type(lse) is np.ndarray
@@ -166,7 +168,7 @@ def test_cuda_gets_arrays_in_host_memory(monkeypatch: pytest.MonkeyPatch, dtype:
 
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     door: Any = Door(RuntimeError("no driver"))
-    monkeypatch.setitem(api._loaded, "cuda", door)
+    monkeypatch.setitem(backends._loaded, "cuda", door)
     q, k, v = qkv(1, 2, 5, 7, 4)
     out = np.full(q.shape, 7, np.float32)
     with pytest.raises(RuntimeError, match="no driver"):
@@ -180,15 +182,15 @@ def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_without_numba_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(api._loaded, "cuda", raising=False)
-    monkeypatch.setitem(api._MODULES, "cuda", "no_numba_cuda_here.launch")
+    monkeypatch.delitem(backends._loaded, "cuda", raising=False)
+    monkeypatch.setitem(backends._DOORS, "cuda", "no_numba_cuda_here.launch")
     q, k, v = qkv(1, 2, 5, 7, 4)
     expected = r"numba-cuda .*no_numba_cuda_here.*pip install .nattn\[cuda13\]. or .nattn\[cuda12\]"
     with pytest.raises(RuntimeError, match=expected) as caught:
         nattn.attention(q, k, v, backend="cuda")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-    assert "cuda" not in api._loaded
-    monkeypatch.setitem(api._MODULES, "cuda", "nattn.no_such_file")  # is a mistake in nattn
+    assert "cuda" not in backends._loaded
+    monkeypatch.setitem(backends._DOORS, "cuda", "nattn.no_such_file")  # is a mistake in nattn
     with pytest.raises(ModuleNotFoundError, match="no_such_file"):
         nattn.attention(q, k, v, backend="cuda")
 
@@ -260,7 +262,7 @@ def test_out_between_the_inputs_of_one_packed_array(backend: str) -> None:
 def test_progress_ends_at_one(backend: str, dtype: Any) -> None:
     seen: list[float] = []
     q, k, v = qkv(2, 2, 30, 30, 8, dtype=dtype)
-    out = api._attend(q, k, v, backend=backend, progress=seen.append)
+    out = functional._attend(q, k, v, backend=backend, progress=seen.append)
     np.testing.assert_array_equal(out, nattn.attention(q, k, v, backend=backend))
     assert seen == sorted(seen)
     assert all(0 <= done <= 1 for done in seen)
@@ -268,7 +270,7 @@ def test_progress_ends_at_one(backend: str, dtype: Any) -> None:
 
 def test_signatures_agree() -> None:
     public = inspect.signature(nattn.attention).parameters
-    private = inspect.signature(api._attend).parameters
+    private = inspect.signature(functional._attend).parameters
     assert [*public, "progress"] == list(private)
     assert all(public[name].default == private[name].default for name in public)
 
@@ -281,20 +283,21 @@ def test_signatures_of_gradients_agree() -> None:
     for name in backward.keys() - own - {"out"}:
         assert backward[name] == forward[name].replace(kind=backward[name].kind), name
     also = {"q", "k", "v", "return_lse", "out", "backend"}
-    assert api.Arguments.__optional_keys__ == forward.keys() - also
+    assert functional.Arguments.__optional_keys__ == forward.keys() - also
     vjp = dict(inspect.signature(nattn.attention_vjp).parameters)
     assert set(vjp) == also | {"args"}
     assert all(vjp[name].default == forward[name].default for name in also)
 
 
 def test_docstring() -> None:
-    result = doctest.testmod(importlib.import_module("nattn.api"))
+    result = doctest.testmod(importlib.import_module("nattn.api.functional"))
     assert result.attempted > 0
     assert result.failed == 0
 
 
 def test_import_is_light() -> None:
-    code = "import sys, nattn; print([m for m in ('numba', 'nattn.cpu') if m in sys.modules])"
+    heavy = ("numba", "nattn.backends.cpu.door")
+    code = f"import sys, nattn; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=children.environment(),
@@ -396,7 +399,7 @@ def test_progress_of_gradients_ends_at_one(backend: str, dtype: Any) -> None:
     q, k, v = qkv(2, 2, 30, 30, 8, dtype=dtype)
     p = Problem.build(q, k, v)
     out, lse = nattn.attention(q, k, v, return_lse=True, backend=backend)
-    api._backward(p, out, out, lse, None, ("q", "k"), backend, seen.append)
+    functional._backward(p, out, out, lse, None, ("q", "k"), backend, seen.append)
     assert seen == sorted(seen)
     assert all(0 <= done <= 1 for done in seen)
 

@@ -1,4 +1,4 @@
-"""nattn.bench: figures, their tables and files. How fast it is, is no test's business."""
+"""The benchmark: figures, their tables and files. How fast it is, is no test's business."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from pathlib import Path
 import PIL.Image
 import pytest
 
-from nattn import bench
-from nattn.bench import Against, BenchError, Curve, Memory, Plan, Result, Snippet, Speed
-from nattn.measure import MODIFIERS, PREPARE, Case
+from nattn.applications import bench
+from nattn.applications.bench import (
+    Against,
+    BenchError,
+    Curve,
+    Memory,
+    Plan,
+    Result,
+    Snippet,
+    Speed,
+)
+from nattn.applications.measure import MODIFIERS, PREPARE, Case
 
 ABOUT = {"processor": "Example 9000", "threads": "2"}
 

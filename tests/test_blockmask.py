@@ -12,8 +12,9 @@ from cases import assert_near, in_step, qkv, truth
 from numpy.typing import NDArray
 
 import nattn
-from nattn import BlockMask, masks
-from nattn.cpu import tiles
+from nattn import BlockMask
+from nattn.backends.cpu import tiles
+from nattn.functions import masks
 
 Array = NDArray[Any]
 
@@ -39,7 +40,7 @@ def patchwork(rng: np.random.Generator, shape: tuple[int, ...], patch: tuple[int
 
 def test_from_mask_mod() -> None:
     blocks = BlockMask.from_mask_mod(masks.causal, 1, 2, 5, 9, block_size=4)
-    assert isinstance(blocks, masks.Blocks)
+    assert isinstance(blocks, nattn.BlockMask)
     assert blocks.kinds.tolist() == [[[[2, 1, 0], [2, 2, 2]]] * 2]  # position 4 + 4 is the last
     assert (blocks.B, blocks.H, blocks.Nq, blocks.Nk, blocks.block_size) == (1, 2, 5, 9, 4)
     assert blocks.q_offset.tolist() == [4]
@@ -317,7 +318,7 @@ def test_only_mixed_blocks_are_looked_at() -> None:
 
 
 def test_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nattn.cpu import threads
+    from nattn.backends.cpu import threads
 
     q, k, v = qkv(1, 4, 300, 600, 16)
     table = patchwork(np.random.default_rng(0), (1, 4, 300, 600), (64, 64))

@@ -27,10 +27,10 @@ from cases import (
 )
 
 import nattn
-from nattn import reference
-from nattn.dtypes import error_budget
-from nattn.mods import keep
-from nattn.problem import WRT, Problem
+from nattn.backends import reference
+from nattn.call.problem import WRT, Problem
+from nattn.functions.mods import keep
+from nattn.vectors.dtypes import error_budget
 
 nan, inf = np.nan, np.inf
 

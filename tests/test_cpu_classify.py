@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nattn import masks
-from nattn.cpu import threads
-from nattn.cpu.classify import classify
-from nattn.functions import MASK_MOD, resolve
-from nattn.masks import EMPTY, FULL, MIXED
+from nattn.backends.cpu import threads
+from nattn.backends.cpu.classify import classify
+from nattn.functions import masks
+from nattn.functions.binding import MASK_MOD, resolve
+from nattn.functions.masks import EMPTY, FULL, MIXED
 
 Array = NDArray[Any]
 

@@ -18,7 +18,7 @@ import numba
 import pytest
 
 import nattn
-from nattn.cpu import jit
+from nattn.backends.cpu import jit
 
 # ---------------------------------------------------------------------------------------------
 # Where the cache lies
@@ -237,11 +237,13 @@ def test_kernel_that_fails_leaves_everything_as_it_was(
 # Other processes
 # ---------------------------------------------------------------------------------------------
 
-HELPER = "from nattn.cpu.jit import device\n\n@device\ndef combine(x, n):\n    return x + n\n"
+HELPER = (
+    "from nattn.backends.cpu.jit import device\n\n@device\ndef combine(x, n):\n    return x + n\n"
+)
 
 PROBE = """
-from nattn.cpu.jit import cache_folder, fingerprint, kernel
-from nattn.cpu.helper import combine
+from nattn.backends.cpu.jit import cache_folder, fingerprint, kernel
+from nattn.backends.cpu.helper import combine
 
 @kernel("int64(int64)")
 def probe(n):
@@ -261,14 +263,18 @@ def package(tmp_path: Path) -> Path:
     """Copy the package, and give it a kernel whose helper lies in another file."""
     copy = tmp_path / "site" / "nattn"
     shutil.copytree(Path(nattn.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "cpu" / "helper.py").write_text(HELPER)
-    (copy / "cpu" / "probe.py").write_text(PROBE)
+    (copy / "backends" / "cpu" / "helper.py").write_text(HELPER)
+    (copy / "backends" / "cpu" / "probe.py").write_text(PROBE)
     return copy
 
 
 def start(package: Path, cache: Path, count: int) -> subprocess.Popen[str]:
     env = os.environ | {"PYTHONPATH": str(package.parent), "NATTN_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", f"from nattn.cpu.probe import report; report({count})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from nattn.backends.cpu.probe import report; report({count})",
+    ]
     return subprocess.Popen(
         command,
         env=env,
@@ -306,9 +312,9 @@ def test_a_second_process_finds_the_code(package: Path, tmp_path: Path) -> None:
 def test_an_edited_helper_is_compiled_anew(package: Path, tmp_path: Path) -> None:
     """Numba alone would miss it: only the kernel's own file is in its index."""
     cache = tmp_path / "cache"
-    helper = package / "cpu" / "helper.py"
+    helper = package / "backends" / "cpu" / "helper.py"
     first = finish(start(package, cache, 1))
-    kernel_file = (package / "cpu" / "probe.py").stat()
+    kernel_file = (package / "backends" / "cpu" / "probe.py").stat()
     helper.write_text(HELPER.replace("x + n", "x - 100"))
     second = finish(start(package, cache, 1))
     assert first[:2] == ([10], 0)
@@ -316,7 +322,7 @@ def test_an_edited_helper_is_compiled_anew(package: Path, tmp_path: Path) -> Non
     assert first[2:] != second[2:]
     helper.write_text(HELPER)  # back again: both versions are still there
     assert finish(start(package, cache, 1)) == ([10], 1, *first[2:])
-    assert (package / "cpu" / "probe.py").stat().st_mtime_ns == kernel_file.st_mtime_ns
+    assert (package / "backends" / "cpu" / "probe.py").stat().st_mtime_ns == kernel_file.st_mtime_ns
 
 
 def test_damaged_files_cost_time_only(package: Path, tmp_path: Path) -> None:

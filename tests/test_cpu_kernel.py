@@ -22,8 +22,9 @@ from cases import CASES, Case, check, qkv, random_bias, random_mask
 from numpy.typing import NDArray
 
 import nattn
-from nattn.api import _attend
-from nattn.cpu import fma_peak, launch, threads, tiles
+from nattn.api.functional import _attend
+from nattn.backends.cpu import launch, threads, tiles
+from nattn.backends.cpu.door import fma_peak
 
 Array = NDArray[Any]
 

@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from registry import MASKS, MODS, Mod, Sizes
 
 import nattn
-from nattn import mods
-from nattn.cpu import score
-from nattn.cpu.score import CONTEXT, OPERAND, OUTSIDE, TOPPED, TileFunction
-from nattn.dense import Dense
-from nattn.functions import MASK_MOD, SCORE_MOD, Tree, resolve
-from nattn.lanes import INDEX_BOUND, Tile
+from nattn.backends.cpu import score
+from nattn.backends.cpu.score import CONTEXT, OPERAND, OUTSIDE, TOPPED, TileFunction
+from nattn.functions import mods
+from nattn.functions.binding import MASK_MOD, SCORE_MOD, Tree, resolve
+from nattn.functions.on_arrays import Dense
+from nattn.vectors.lanes import INDEX_BOUND, Tile
 
 Array = NDArray[Any]
 
@@ -540,8 +540,8 @@ import sys
 import numpy as np
 import functools
 from nattn import functions, masks, mods
-from nattn.cpu import score
-from nattn.lanes import Tile
+from nattn.backends.cpu import score
+from nattn.vectors.lanes import Tile
 sys.path.insert(0, sys.argv[1])
 import users
 tile = Tile("float32", 8, 1, 1)

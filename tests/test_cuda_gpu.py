@@ -25,8 +25,10 @@ from numba.core import config
 from numpy.typing import NDArray
 
 import nattn
-from nattn import device_arrays, dtypes, mods
-from nattn.problem import WRT, Problem
+from nattn.call import device_arrays
+from nattn.call.problem import WRT, Problem
+from nattn.functions import mods
+from nattn.vectors import dtypes
 
 pytestmark = [pytest.mark.gpu]
 

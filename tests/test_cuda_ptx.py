@@ -10,7 +10,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 from cuda_ptx import MOST, STORAGE, check_resources, compiled, functions, inner_loops
 
-from nattn.cuda import forward, target, tiles
+from nattn.backends.cuda import forward, target, tiles
 
 if target.SIMULATED:
     pytest.skip("the simulator compiles nothing", allow_module_level=True)

@@ -8,7 +8,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 from cuda_ptx import MOST, STORAGE, check_resources, functions
 
-from nattn.cuda import backward, target, tiles
+from nattn.backends.cuda import backward, target, tiles
 
 if target.SIMULATED:
     pytest.skip("the simulator compiles nothing", allow_module_level=True)

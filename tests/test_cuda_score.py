@@ -33,14 +33,16 @@ from numba.core import config
 from numba.core.errors import NumbaError
 
 import nattn
-from nattn import dual, functions, lanes, masks, mods, reference
-from nattn.cpu import score as cpu_score
-from nattn.cuda import score
-from nattn.cuda.target import SIMULATED, Kernel, device, store, write_int64
-from nattn.functions import MASK_MOD, SCORE_MOD
-from nattn.lanes import Lanes, Tile
-from nattn.problem import Problem
-from nattn.trees import Source
+from nattn.backends import reference
+from nattn.backends.cpu import score as cpu_score
+from nattn.backends.cuda import score
+from nattn.backends.cuda.target import SIMULATED, Kernel, device, store, write_int64
+from nattn.call.problem import Problem
+from nattn.functions import binding, masks, mods
+from nattn.functions.binding import MASK_MOD, SCORE_MOD
+from nattn.functions.on_lanes import Source
+from nattn.vectors import dual, lanes
+from nattn.vectors.lanes import Lanes, Tile
 
 if SIMULATED:
     pytest.skip("the simulator has no compiler", allow_module_level=True)
@@ -190,7 +192,7 @@ USERS = ("singles", "with_helper", "in_other_order", "per_item", "flagged")
 
 def sources(names: list[str]) -> tuple[Source, ...]:
     trees = (registry.MODS[name].build(SIZES, registry.generator(name)) for name in names)
-    return tuple(Source.of(functions.resolve("score_mod", tree, SCORE_MOD)) for tree in trees)
+    return tuple(Source.of(binding.resolve("score_mod", tree, SCORE_MOD)) for tree in trees)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +212,9 @@ def test_every_modifier_compiles(dtype: str, derive: bool) -> None:
     assert 0 < noted <= bound  # a place for each modifier that indexes something
 
 
-def values(tree: functions.Tree) -> list[Any]:
+def values(tree: binding.Tree) -> list[Any]:
     """Return what the functions of a tree are bound to."""
-    if isinstance(tree, functions.Bound):
+    if isinstance(tree, binding.Bound):
         return list(tree.values)
     return [x for part in tree.parts for x in values(part)]  # type: ignore[arg-type]
 
@@ -223,7 +225,7 @@ def test_every_mask_compiles(index: str) -> None:
     assert {"causal", "document", "streaming", "local_plus_global"} <= known
     assert known <= set(registry.MASKS)
     every = (masks.mask(m(SIZES, registry.generator(n))) for n, m in registry.MASKS.items())
-    tree = functions.resolve("mask_mod", functools.reduce(lambda f, g: f & g, every), MASK_MOD)
+    tree = binding.resolve("mask_mod", functools.reduce(lambda f, g: f & g, every), MASK_MOD)
     ptx = score.compile_alone(replace(PLAIN, index=index, mask_mod=Source.of(tree)), CC)
     assert_exact(ptx)
 
@@ -349,7 +351,7 @@ def test_a_gpu_cannot_read_what_is_not_aligned() -> None:
 
 @functools.cache
 def simulated() -> Any:
-    """Load nattn.cuda.score once more, under another name, as it is in the simulator."""
+    """Load nattn.backends.cuda.score once more, under another name, as it is in the simulator."""
     folder = inspect.getfile(score).removesuffix("score.py")
     spec = importlib.util.spec_from_file_location(
         "nattn.simulated_cuda", folder + "__init__.py", submodule_search_locations=[folder]

@@ -24,8 +24,8 @@ import numba
 from numba.core import config
 from numba.extending import intrinsic
 
-from nattn import dtypes
-from nattn.cuda import target
+from nattn.backends.cuda import target
+from nattn.vectors import dtypes
 
 Array = NDArray[Any]
 
@@ -35,7 +35,7 @@ if target.SIMULATED:
 
 def as_simulated() -> ModuleType:
     """Load the module once more as it is in the simulator: there each intrinsic is its twin."""
-    spec = importlib.util.spec_from_file_location("nattn.cuda.twins_of_target", target.__file__)
+    spec = importlib.util.spec_from_file_location("nattn.backends.cuda.twins", target.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""nattn.demo: attention is non-local means, and it denoises."""
+"""nattn.applications.demo: attention is non-local means, and it denoises."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import PIL.Image
 import pytest
 from cases import gaussian
 
-from nattn import demo
-from nattn.demo import DemoError, Settings, Similarity, States
+from nattn.applications import demo
+from nattn.applications.demo import DemoError, Settings, Similarity, States
 
 
 def nonlocal_means(image: demo.Array, sigma: float, strength: float, side: int) -> demo.Array:

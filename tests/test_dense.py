@@ -24,16 +24,17 @@ from cases import (
 )
 
 import nattn
-from nattn import functions, masks, mods
-from nattn.dense import Dense, elementwise
-from nattn.problem import Problem
+from nattn.call.block_mask import BlockMask
+from nattn.call.problem import Problem
+from nattn.functions import binding, masks, mods
+from nattn.functions.on_arrays import Dense, elementwise
 
 nan, inf = np.nan, np.inf
 F4, F8 = np.dtype("f4"), np.dtype("f8")
 
 
 def dense(function: Any, dtype: np.dtype = F8) -> Dense:
-    tree = functions.resolve("score_mod", function, functions.SCORE_MOD)
+    tree = binding.resolve("score_mod", function, binding.SCORE_MOD)
     return Dense("score_mod", tree, dtype)
 
 
@@ -463,7 +464,7 @@ def test_blocks_change_no_bit(backend: str, broadcast: tuple[int, ...]) -> None:
     each = kinds.reshape(-1, rows, columns)
     assert broadcast or all(np.any(each[0] != other) for other in each[1:])
     offset = np.full(shape[0], Nk - Nq)
-    blocks = masks.Blocks(p.mask_mod, shape[0], shape[1], Nq, Nk, offset, size, kinds)
+    blocks = BlockMask(p.mask_mod, shape[0], shape[1], Nq, Nk, offset, size, kinds)
     out, lse = nattn.attention(q, k, v, block_mask=blocks, return_lse=True, backend=backend)
     expected = nattn.attention(q, k, v, mask_mod=mask, return_lse=True, backend=backend)
     np.testing.assert_array_equal(out, expected[0])
@@ -486,7 +487,7 @@ BUDGETED = {
 @pytest.mark.parametrize("name", BUDGETED)
 def test_the_error_bound_of_a_modifier_holds_and_is_near(name: str) -> None:
     """Float32 arithmetic, as NumPy does it, against float64: within the bound, and not far."""
-    tree = functions.resolve("score_mod", BUDGETED[name], functions.SCORE_MOD)
+    tree = binding.resolve("score_mod", BUDGETED[name], binding.SCORE_MOD)
     u = 2.0**-24
     pos, j = np.arange(200)[:, None], np.arange(200)[None]
     score = gaussian(200, 200) * np.float32(3)
@@ -499,7 +500,7 @@ def test_the_error_bound_of_a_modifier_holds_and_is_near(name: str) -> None:
     s = rounding.run(tree, F4, rounding.Rounded(wide, carried, u), *exact).as_float()
     truth_ = Dense("score_mod", tree, F4)(wide, zero, zero, pos, j)
     np.testing.assert_allclose(s.x, truth_, rtol=1e-13, atol=1e-13)
-    assert isinstance(tree, functions.Bound)
+    assert isinstance(tree, binding.Bound)
     values: list[Any] = [np.float32(x) if isinstance(x, float) else x for x in tree.values]
     single = dataclasses.replace(tree, function=elementwise(tree.function), values=tuple(values))
     small = np.zeros((1, 1), np.int16)
@@ -510,7 +511,7 @@ def test_the_error_bound_of_a_modifier_holds_and_is_near(name: str) -> None:
 
 
 def test_docstrings() -> None:
-    result = doctest.testmod(importlib.import_module("nattn.dense"))
+    result = doctest.testmod(importlib.import_module("nattn.functions.on_arrays"))
     assert result.attempted > 0
     assert result.failed == 0
 

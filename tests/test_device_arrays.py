@@ -21,9 +21,13 @@ import pytest
 from cases import CASES, Case, OnDevice, gaussian, incoming, qkv
 
 import nattn
-from nattn import api, device_arrays, dtypes, functions, masks, reference
-from nattn.device_arrays import DeviceArray, describe, kind_of, plain
-from nattn.problem import WRT, Problem
+from nattn import backends
+from nattn.backends import reference
+from nattn.call import device_arrays
+from nattn.call.device_arrays import DeviceArray, describe, kind_of, plain
+from nattn.call.problem import WRT, Problem
+from nattn.functions import binding, masks
+from nattn.vectors import dtypes
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -560,7 +564,7 @@ def test_a_problem_reads_nothing() -> None:
     assert isinstance(p.mask, DeviceArray)
     assert p.mask.shape == (2, 4, 5, 7)
     (mod,) = p.score_mods
-    assert isinstance(mod, functions.Bound)
+    assert isinstance(mod, binding.Bound)
     assert isinstance(mod.values[0], DeviceArray)
     x, lse = Nowhere(2, 4, 5, 3), Nowhere(2, 4, 5)
     dout, out, *rows = p.check_incoming(x, x, lse, lse)
@@ -601,7 +605,7 @@ def test_small_arrays_are_copied(numba_cuda: Any) -> None:
             [5, 0],
         )
         (mod,) = p.score_mods
-        assert isinstance(mod, functions.Bound)
+        assert isinstance(mod, binding.Bound)
         assert type(mod.values[0]) is np.ndarray
         assert p.given["sinks"] == ((4,), np.dtype("f2"))
     with pytest.raises(ValueError, match=r"^kv_lens: expected lengths from 0 to 7, got 8"):
@@ -614,7 +618,7 @@ def test_bound_arrays_may_lie_in_host_memory() -> None:
     table = np.zeros(7, "f4")
     p = Problem.build(**three(), score_mod=functools.partial(plus, x=table))
     (mod,) = p.score_mods
-    assert isinstance(mod, functions.Bound)
+    assert isinstance(mod, binding.Bound)
     assert mod.values[0] is table
 
 
@@ -623,7 +627,7 @@ def test_a_single_number_is_bound_as_one(numba_cuda: Any, dtype: Any) -> None:
     number = np.ones((), dtype)
     p = Problem.build(**three(), score_mod=functools.partial(plus, x=OnDevice(number)))
     (mod,) = p.score_mods
-    assert isinstance(mod, functions.Bound)
+    assert isinstance(mod, binding.Bound)
     expected = {"b": bool, "i": int}.get(number.dtype.kind, float)
     assert [(type(x), x) for x in mod.values] == [(expected, 1)]
 
@@ -718,9 +722,9 @@ def test_a_block_mask_is_made_of_host_memory() -> None:
 
 def on_host(x: Any) -> Any:
     """Replace the views of doubles by the arrays themselves, in functions too."""
-    if isinstance(x, functions.Combination):
-        return functions.Combination(x.operator, tuple(map(on_host, x.parts)))
-    if isinstance(x, functions.Bound):
+    if isinstance(x, binding.Combination):
+        return binding.Combination(x.operator, tuple(map(on_host, x.parts)))
+    if isinstance(x, binding.Bound):
         return replace(x, values=tuple(map(on_host, x.values)))
     return plain(x) if isinstance(x, DeviceArray) else x
 
@@ -762,7 +766,7 @@ class Stand:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     backend: Any = Stand()
-    monkeypatch.setitem(api._loaded, "cuda", backend)
+    monkeypatch.setitem(backends._loaded, "cuda", backend)
     return backend  # type: ignore[no-any-return]
 
 

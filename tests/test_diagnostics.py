@@ -29,11 +29,8 @@ from cases import (
 from numpy.typing import NDArray
 
 import nattn
-from nattn import diagnostics, reference
-from nattn.api import load_backend
-from nattn.cpu import threads
-from nattn.cpu.tiles import choose_tile
-from nattn.diagnostics import (
+from nattn.api import diagnostics
+from nattn.api.diagnostics import (
     RowStats,
     attention_map,
     attention_weights,
@@ -41,8 +38,12 @@ from nattn.diagnostics import (
     plot_attention,
     row_stats,
 )
-from nattn.dtypes import error_budget, pair_budget, stored, sum_budget
-from nattn.problem import Problem
+from nattn.backends import load as load_backend
+from nattn.backends import reference
+from nattn.backends.cpu import threads
+from nattn.backends.cpu.tiles import choose_tile
+from nattn.call.problem import Problem
+from nattn.vectors.dtypes import error_budget, pair_budget, stored, sum_budget
 
 Array = NDArray[Any]
 nan, inf = np.nan, np.inf
@@ -195,7 +196,7 @@ def check_map(
     """Compare a map with the truth.
 
     A block sums the weights of up to ``m`` keys in each of ``r`` rows. Rescaling to a new maximum
-    costs no more than another rounding for each (`nattn.dtypes.error_budget`, 3.).
+    costs no more than another rounding for each (`nattn.vectors.dtypes.error_budget`, 3.).
     """
     at = look(q, k, **options) if at is None else at
     p = at.problem

@@ -23,11 +23,12 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from nattn import dual, functions, lanes, mods, trees
-from nattn.cpu import score
-from nattn.dual import Dual, chain, seed, tangent, value
-from nattn.elementary import I64
-from nattn.lanes import Lanes, Tile
+from nattn.backends.cpu import score
+from nattn.functions import binding, mods, on_lanes
+from nattn.vectors import dual, lanes
+from nattn.vectors.dual import Dual, chain, seed, tangent, value
+from nattn.vectors.elementary import I64
+from nattn.vectors.lanes import Lanes, Tile
 
 Array = NDArray[Any]
 
@@ -805,8 +806,8 @@ def test_every_built_in_is_tested() -> None:
 @functools.cache
 def derivatives(tile: Tile, name: str) -> Array:
     """Return the derivatives of a modifier at `scores`, keys first."""
-    tree = functions.resolve(name, modifiers()[name], functions.SCORE_MOD)
-    evaluate, _ = trees.evaluator(tree, 0, score.TOOLS, dual.as_dual)
+    tree = binding.resolve(name, modifiers()[name], binding.SCORE_MOD)
+    evaluate, _ = on_lanes.evaluator(tree, 0, score.TOOLS, dual.as_dual)
     W, size, Nq, Nk = tile.W, tile.itemsize, SIZES.Nq, SIZES.Nk
     item, head = ITEM
 
@@ -823,7 +824,7 @@ def derivatives(tile: Tile, name: str) -> Array:
                 r = dual.as_dual(tile, evaluate(tile, params, outside, (x, b, h, q_idx, j)))
                 lanes.store(out + at, chain(tile, lanes.splat(tile, 2.0), r))
 
-    words = np.array([*trees.words(tree), 0], np.int64)
+    words = np.array([*on_lanes.words(tree), 0], np.int64)
     rows, x = np.arange(SIZES.Nq), np.ascontiguousarray(scores(tile.dtype).T)
     out = np.empty_like(x)
     addresses = (a.ctypes.data for a in (words, rows, x, out))

@@ -21,9 +21,9 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from nattn import elementary
-from nattn.cpu import tiles
-from nattn.elementary import Vector, vector_type
+from nattn.backends.cpu import tiles
+from nattn.vectors import elementary
+from nattn.vectors.elementary import Vector, vector_type
 
 Array = NDArray[Any]
 Emitter = Callable[[Vector, Vector], Vector]

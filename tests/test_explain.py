@@ -1,4 +1,4 @@
-"""nattn.explain: the page is whole, true to its numbers, and is seen in a real browser."""
+"""The page that explains: it page is whole, true to its numbers, and is seen in a real browser."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from nattn import __main__, explain, learning, minilm
-from nattn.explain import ExplainError, Settings, drawing, page, sentence, steps
+from nattn.applications import command_line, explain, learning, minilm
+from nattn.applications.explain import ExplainError, Settings, drawing, page, sentence, steps
 
 FAST: dict[str, Any] = {"tokens": 1536, "sizes": (64, 128)}
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -404,8 +404,8 @@ def test_the_command(
     monkeypatch.setattr(explain, "run", run)
     output = str(tmp_path / "x.html")
     given = ["--sentence", "Keys!", "--output", output, "--no-model", "--no-learning"]
-    assert __main__.main(["explain", *given]) == 0
-    assert __main__.main(["explain"]) == 0
+    assert command_line.main(["explain", *given]) == 0
+    assert command_line.main(["explain"]) == 0
     assert capsys.readouterr().out == "done\ndone\n"
     expected = Settings("Keys!", Path(output), model=False, learning=False)
     assert seen == [expected, Settings()]
@@ -413,7 +413,7 @@ def test_the_command(
 
 
 def test_the_command_s_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["explain", "--no-model", "--output", "no/such/x.html"]) == 1
+    assert command_line.main(["explain", "--no-model", "--output", "no/such/x.html"]) == 1
     assert capsys.readouterr().err.startswith("nattn explain: output: no folder")
 
 

@@ -1,4 +1,4 @@
-"""nattn.files: a file is written whole or not at all."""
+"""nattn.nn.files: a file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nattn import files
+from nattn.nn import files
 
 
 def test_examples() -> None:

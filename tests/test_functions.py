@@ -16,14 +16,22 @@ import numba
 import numpy as np
 import pytest
 
-from nattn import functions, mods
-from nattn.functions import MASK_MOD, SCORE_MOD, Bound, Combination, digest, helpers, resolve
+from nattn.functions import binding, mods
+from nattn.functions.binding import (
+    MASK_MOD,
+    SCORE_MOD,
+    Bound,
+    Combination,
+    digest,
+    helpers,
+    resolve,
+)
 
 bind: Any = functools.partial  # also of what it cannot bind
 
 
 def test_examples() -> None:
-    result = doctest.testmod(functions)
+    result = doctest.testmod(binding)
     assert result.failed == 0
     assert result.attempted > 0
 
@@ -587,15 +595,15 @@ import registry
 from nattn import functions, masks, mods
 
 def leaves(tree):
-    if isinstance(tree, functions.Bound):
-        return [functions.digest(tree.function)]
+    if isinstance(tree, binding.Bound):
+        return [binding.digest(tree.function)]
     return [x for part in tree.parts for x in leaves(part)]
 
 sizes = registry.Sizes(2, 3, 8, 8)
 for name, mod in registry.MODS.items():
     made = mod.build(sizes, registry.generator(name))
-    print(name, *leaves(functions.resolve(name, made, functions.SCORE_MOD)))
-print(functions.digest(mods.philox), [f.__name__ for f in functions.helpers(mods.philox)])
+    print(name, *leaves(binding.resolve(name, made, binding.SCORE_MOD)))
+print(binding.digest(mods.philox), [f.__name__ for f in binding.helpers(mods.philox)])
 """
 
 

@@ -15,7 +15,7 @@ import children
 import pytest
 import test_cuda_gpu
 
-from nattn import api
+from nattn import backends
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "gpu_check.py"
 
@@ -42,7 +42,7 @@ def needs_numba_cuda() -> None:
 
 def why_no_gpu() -> str | None:
     try:
-        api.load_backend("cuda")
+        backends.load("cuda")
     except RuntimeError as error:
         return str(error)
     return None
@@ -121,7 +121,7 @@ def test_a_check_that_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = {"good": Fake(), "bad": Fake(error), "last": Fake()}
-    monkeypatch.setattr(api, "load_backend", lambda name: None)
+    monkeypatch.setattr(backends, "load", lambda name: None)
     monkeypatch.setattr(script, "machine", dict)
     monkeypatch.setattr(script, "simulated", lambda: False)
     monkeypatch.setattr(script, "checks", lambda: found)

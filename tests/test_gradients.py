@@ -36,10 +36,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import nattn
-from nattn import dense, dual, masks
-from nattn.dtypes import error_budget
-from nattn.functions import SCORE_MOD, resolve
-from nattn.problem import WRT, Problem
+from nattn.call.problem import WRT, Problem
+from nattn.functions import masks, on_arrays
+from nattn.functions.binding import SCORE_MOD, resolve
+from nattn.vectors import dual
+from nattn.vectors.dtypes import error_budget
 
 Array = NDArray[Any]
 
@@ -294,7 +295,7 @@ def test_the_derivative_of_a_modifier(name: str) -> None:
     """As `check_differences`, for each score."""
     mod = registry.MODS[name]
     tree = resolve("score_mod", mod.build(SIZES, registry.generator(name)), SCORE_MOD)
-    f = dense.Dense("score_mod", tree, FLOAT64)
+    f = on_arrays.Dense("score_mod", tree, FLOAT64)
     h, S = 1e-3, 6.0
     s = registry.generator(name).uniform(-S, S, (SIZES.Nq, SIZES.Nk))
     for kink in (*mod.kinks, 0.0):  # where it has none, or none that is smooth
@@ -319,7 +320,7 @@ def slope_of(function: Any, *scores: float) -> list[float]:
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return function(score)
 
-    f = dense.Dense("score_mod", resolve("score_mod", mod, SCORE_MOD), FLOAT64)
+    f = on_arrays.Dense("score_mod", resolve("score_mod", mod, SCORE_MOD), FLOAT64)
     zero = np.zeros((1, 1), np.int64)
     with np.errstate(all="ignore"):
         slopes: list[float] = f.derive(np.array([scores]), zero, zero, zero, zero)[1][0].tolist()
@@ -379,7 +380,7 @@ def test_every_function_has_a_rule() -> None:
             continue
         ufunc = by_operator.get(function, function)
         if isinstance(ufunc, np.ufunc):
-            assert ufunc in dense._RULES, function
+            assert ufunc in on_arrays._RULES, function
             checked += 1
     assert checked > 25
 
@@ -417,7 +418,7 @@ def test_a_bound_array_is_not_indexed_by_a_score(mod: Any, expected: str) -> Non
     tree = resolve("score_mod", functools.partial(mod, table=np.ones(3)), SCORE_MOD)
     zero = np.zeros((1, 1), np.int64)
     with pytest.raises(TypeError, match=f"^score_mod: (.|\n)*{expected}"):
-        dense.Dense("score_mod", tree, FLOAT64).derive(np.ones((1, 2)), zero, zero, zero, zero)
+        on_arrays.Dense("score_mod", tree, FLOAT64).derive(np.ones((1, 2)), zero, zero, zero, zero)
 
 
 def inplace(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -430,7 +431,7 @@ def inplace(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_in_place_operators_bind_anew() -> None:
     tree = resolve("score_mod", inplace, SCORE_MOD)
     i = np.ones((1, 1), np.int64)
-    value, slope = dense.Dense("score_mod", tree, FLOAT64).derive(np.ones((1, 1)), i, i, i, i)
+    value, slope = on_arrays.Dense("score_mod", tree, FLOAT64).derive(np.ones((1, 1)), i, i, i, i)
     assert (value.item(), slope.item()) == (5.0, 4.0)
     assert i.item() == 1
 
@@ -463,7 +464,9 @@ def test_the_same_bits_every_time(backend: str) -> None:
 
 
 def test_what_is_left_out_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("nattn.cpu.threads"), "thread_count", lambda: 1)
+    monkeypatch.setattr(
+        importlib.import_module("nattn.backends.cpu.threads"), "thread_count", lambda: 1
+    )
     q, k, v = qkv(1, 1, 4096, 4096, 512, 8)
     out, lse = nattn.attention(q, k, v, return_lse=True)
 

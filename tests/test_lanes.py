@@ -26,10 +26,10 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from nattn import lanes
-from nattn.cpu import tiles
-from nattn.elementary import I64, constant, vector_type
-from nattn.lanes import Lanes, Layout, Struct, Tile, view
+from nattn.backends.cpu import tiles
+from nattn.vectors import lanes
+from nattn.vectors.elementary import I64, constant, vector_type
+from nattn.vectors.lanes import Lanes, Layout, Struct, Tile, view
 
 Array = NDArray[Any]
 

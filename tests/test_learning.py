@@ -1,4 +1,4 @@
-"""nattn.learning: the gradients are right, and what attention learns follows from what it sees."""
+"""Layers that learn: gradients are right, and what attention learns follows from what it sees."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from nattn import learning
-from nattn.learning import Adam, Curve, Network, cross_entropy
+from nattn.applications import learning
+from nattn.applications.learning import Adam, Curve, Network, cross_entropy
 from nattn.positional import LearnedTable, Rotary, Sinusoidal
 
 Array = NDArray[Any]

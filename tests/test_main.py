@@ -16,7 +16,7 @@ import pytest
 from children import environment
 
 import nattn
-from nattn import __main__, bench
+from nattn.applications import bench, command_line
 
 COMMANDS = ["info", "demo", "explain", "bench", "warmup", "clear-cache"]
 
@@ -75,7 +75,7 @@ def interrupted(*arguments: str, when: str) -> tuple[int, str, float]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        __main__.main([command, "--help"])
+        command_line.main([command, "--help"])
     assert stop.value.code == 0
     assert f"usage: python -m nattn {command}" in capsys.readouterr().out
 
@@ -99,7 +99,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_a_wrong_command_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        __main__.main(arguments)
+        command_line.main(arguments)
     assert stop.value.code == 2
     out, errors = capsys.readouterr()
     assert out == ""
@@ -119,7 +119,7 @@ def test_a_wrong_command_line(arguments: list[str], capsys: pytest.CaptureFixtur
 def test_an_error_is_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert __main__.main(arguments) == 1
+    assert command_line.main(arguments) == 1
     out, errors = capsys.readouterr()
     assert out == ""
     assert errors.startswith(message)
@@ -161,9 +161,9 @@ def test_demo(tmp_path: Path) -> None:
 def test_demo_says_so_when_the_check_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nattn.demo.check_rows", lambda *args: (float("nan"), 1.0))
+    monkeypatch.setattr("nattn.applications.demo.check_rows", lambda *args: (float("nan"), 1.0))
     arguments = ["--size", "900", "--backend", "reference", "--out", str(tmp_path / "x.png")]
-    assert __main__.main(["demo", *arguments]) == 1
+    assert command_line.main(["demo", *arguments]) == 1
     assert "differ from the reference" in capsys.readouterr().err
 
 
@@ -222,8 +222,8 @@ def test_interrupt_in_process(
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nattn.demo.run", stop)
-    assert __main__.main(["demo"]) == 130
+    monkeypatch.setattr("nattn.applications.demo.run", stop)
+    assert command_line.main(["demo"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from registry import MASKS, Sizes
 
 import nattn
-from nattn import functions, masks
-from nattn.masks import EMPTY, FULL, MIXED, Blocks, Mask, causal, mask
+from nattn.functions import binding, masks
+from nattn.functions.masks import EMPTY, FULL, MIXED, Mask, causal, mask
 
 bind = functools.partial
 B, H, N = 3, 2, 40
@@ -201,8 +201,8 @@ COMBINED: dict[str, tuple[Any, Callable[[int, int, int, int], bool]]] = {
 
 def plain(tree: Any) -> Any:
     """Take what is jitted out, of which only the backends make use."""
-    if isinstance(tree, functions.Combination):
-        return functions.Combination(tree.operator, tuple(map(plain, tree.parts)))
+    if isinstance(tree, binding.Combination):
+        return binding.Combination(tree.operator, tuple(map(plain, tree.parts)))
     return getattr(tree, "py_func", tree)
 
 
@@ -211,7 +211,7 @@ def test_combinations(name: str) -> None:
     combined, expected = COMBINED[name]
     assert isinstance(combined, Mask)
     assert_loops_agree(plain(combined) if name == "jitted" else combined, expected)
-    tree = functions.resolve("mask_mod", combined, functions.MASK_MOD)
+    tree = binding.resolve("mask_mod", combined, binding.MASK_MOD)
     assert_loops_agree(tree, expected)
 
 
@@ -219,7 +219,7 @@ def test_combinations(name: str) -> None:
 def test_registered_masks_work_on_arrays_and_resolve(name: str) -> None:
     sizes = Sizes(B, H, 30, N)
     visible = MASKS[name](sizes, registry.generator(name))
-    tree = functions.resolve("mask_mod", visible, functions.MASK_MOD)
+    tree = binding.resolve("mask_mod", visible, binding.MASK_MOD)
     q_idx, kv_idx = grid(10)
     # arrays of batch items and heads do as well: nothing branches on them
     items, heads = np.arange(B)[:, None, None, None], np.arange(H)[:, None, None]
@@ -269,8 +269,8 @@ def test_partial_binds_a_mask() -> None:
     got = whole(0, 0, 10, np.arange(14))
     assert np.flatnonzero(got).tolist() == [8, 9, 10, 11]
     assert np.array_equal(mask(whole)(0, 0, 10, np.arange(14)), got)
-    bound = functions.resolve("mask_mod", whole, functions.MASK_MOD)
-    assert isinstance(bound, functions.Bound)
+    bound = binding.resolve("mask_mod", whole, binding.MASK_MOD)
+    assert isinstance(bound, binding.Bound)
     assert bound.function is inspect.unwrap(masks.sliding_window)
     assert dict(zip(bound.names, bound.values, strict=True)) == {"left": 2, "right": 1}
 
@@ -280,9 +280,9 @@ def test_parameters_are_bound_before_masks_are_combined() -> None:
     with pytest.raises(TypeError, match="bound before masks are combined, got left, right for <Ma"):
         late(0, 0, 1, 2)
     with pytest.raises(TypeError, match="bound before functions are combined"):
-        functions.resolve("mask_mod", late, functions.MASK_MOD)
+        binding.resolve("mask_mod", late, binding.MASK_MOD)
     with pytest.raises(TypeError, match="expected left and right to be bound"):
-        functions.resolve("mask_mod", causal & masks.sliding_window, functions.MASK_MOD)
+        binding.resolve("mask_mod", causal & masks.sliding_window, binding.MASK_MOD)
 
 
 @pytest.mark.parametrize(
@@ -374,10 +374,12 @@ def test_masks_are_pickled() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def blocks(kinds: NDArray[Any], mod: Any = causal) -> Blocks:
-    tree = functions.resolve("mask_mod", mod, functions.MASK_MOD)
+def blocks(kinds: NDArray[Any], mod: Any = causal) -> nattn.BlockMask:
+    tree = binding.resolve("mask_mod", mod, binding.MASK_MOD)
     b, h, n, m = kinds.shape
-    return Blocks(tree, b, h, 8 * n, 8 * m - 3, np.zeros(b, np.int64), 8, kinds.astype(np.uint8))
+    return nattn.BlockMask(
+        tree, b, h, 8 * n, 8 * m - 3, np.zeros(b, np.int64), 8, kinds.astype(np.uint8)
+    )
 
 
 def test_kinds_of_blocks() -> None:
@@ -398,7 +400,7 @@ def test_blocks_say_what_they_are() -> None:
         causal & bind(masks.document, doc=doc) | ~mask(few),
     )
     assert repr(made) == (
-        "<Blocks of causal & document(doc=<int64 (40,)>) | ~at_most(most=9), B=1, H=1, Nq=16, "
+        "<BlockMask of causal & document(doc=<int64 (40,)>) | ~at_most(most=9), B=1, H=1, Nq=16, "
         "Nk=13, blocks of 8: 1 empty, 2 mixed, 1 full, sparsity 25.0%>"
     )
 

@@ -1,4 +1,4 @@
-"""nattn.measure: what is counted, who takes turns, and that a figure is what it says."""
+"""Measuring: what is counted, who takes turns, and that a figure is what it says."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nattn import measure
-from nattn.measure import (
+from nattn.applications import measure
+from nattn.applications.measure import (
     MODIFIERS,
     Case,
     Contestant,
@@ -154,7 +154,7 @@ def test_short_calls_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         now[0] += 0.25
 
-    monkeypatch.setattr("nattn.measure.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("nattn.applications.measure.time.perf_counter", lambda: now[0])
     assert timed(call, at_least=1.0)() == 0.25
     assert now[0] == 1.0
     assert timed(call, at_least=0.1)() == 0.25

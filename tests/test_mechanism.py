@@ -1,7 +1,8 @@
 """The mathematics of self-attention, property by property.
 
 Each test is one sentence about attention and the proof that nattn keeps it. Tolerances are those
-of `nattn.dtypes`, derived from the number of operations, or follow from the number of samples.
+of `nattn.vectors.dtypes`, derived from the number of operations, or follow from the number of
+samples.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from cases import gaussian
 from numpy.typing import NDArray
 
 import nattn
-from nattn.dtypes import error_budget
 from nattn.nn import MultiHeadAttention, SelfAttention
 from nattn.positional import Alibi, LearnedTable, Rotary, Sinusoidal
+from nattn.vectors.dtypes import error_budget
 
 Array = NDArray[Any]
 FLOAT64 = np.dtype(np.float64)

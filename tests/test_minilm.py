@@ -1,4 +1,4 @@
-"""nattn.minilm: the real model against others that run it, and a small one against its formulas."""
+"""all-MiniLM-L6-v2: the real one against others that run it, a small one against formulas."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nattn import minilm
-from nattn.cpu.gelu import SLOPE, TAIL, gelu
-from nattn.minilm import MiniLM
+from nattn.applications import minilm
+from nattn.applications.minilm import MiniLM
+from nattn.backends.cpu.gelu import SLOPE, TAIL, gelu
 
 Array = NDArray[Any]
 State = dict[str, Array]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from registry import MODS, Sizes
 
-from nattn import functions, masks, mods
+from nattn.functions import binding, masks, mods
 
 bind = functools.partial
 sizes = Sizes(B=2, H=3, Nq=24, Nk=33)
@@ -172,8 +172,8 @@ def test_t5_buckets_by_hand() -> None:
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", ">f4"])
 def test_t5_bias_keeps_the_tables_dtype(dtype: str) -> None:
     table = registry.fractions(np.random.default_rng(3), (32, 5), dtype)
-    bound = functions.resolve("score_mod", mods.t5_bias(table), functions.SCORE_MOD)
-    assert isinstance(bound, functions.Bound)
+    bound = binding.resolve("score_mod", mods.t5_bias(table), binding.SCORE_MOD)
+    assert isinstance(bound, binding.Bound)
     assert bound.function is mods.relative_position_bias
     columns = dict(zip(bound.names, bound.values, strict=True))["table"]
     assert isinstance(columns, np.ndarray)
@@ -261,7 +261,7 @@ def test_any_distance_is_safe() -> None:
 
 def test_modifiers_say_what_they_need() -> None:
     with pytest.raises(TypeError, match="expected cap to be bound"):
-        functions.resolve("score_mod", mods.softcap, functions.SCORE_MOD)
+        binding.resolve("score_mod", mods.softcap, binding.SCORE_MOD)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -304,9 +304,9 @@ def test_compose_is_flat() -> None:
         *[types.FunctionType] * 2,
     ]
     assert both(1.0, 0, 0, 0, 0) == 20.0
-    tree = functions.resolve("score_mod", both, functions.SCORE_MOD)
-    assert isinstance(tree, functions.Combination)
-    assert all(isinstance(part, functions.Bound) for part in tree.parts)
+    tree = binding.resolve("score_mod", both, binding.SCORE_MOD)
+    assert isinstance(tree, binding.Combination)
+    assert all(isinstance(part, binding.Bound) for part in tree.parts)
     assert tree(1.0, 0, 0, 0, 0) == 20.0
 
 
@@ -470,15 +470,15 @@ def in_dtype(mod: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     """Round what the functions in a modifier are bound to."""
 
     def one(tree: Any) -> Any:
-        if isinstance(tree, functions.Combination):
-            return functions.Combination(tree.operator, tuple(map(one, tree.parts)))
+        if isinstance(tree, binding.Combination):
+            return binding.Combination(tree.operator, tuple(map(one, tree.parts)))
         values = [
             x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
             for x in tree.values
         ]
-        return functions.Bound(tree.function, tree.order, tree.names, tuple(values))
+        return binding.Bound(tree.function, tree.order, tree.names, tuple(values))
 
-    result: Callable[..., Any] = one(functions.resolve("score_mod", mod, functions.SCORE_MOD))
+    result: Callable[..., Any] = one(binding.resolve("score_mod", mod, binding.SCORE_MOD))
     return result
 
 
@@ -557,7 +557,7 @@ def all_functions() -> list[types.FunctionType]:
     made += [build(sizes, registry.generator(name)) for name, build in registry.MASKS.items()]
 
     def collect(mod: Any) -> None:
-        if isinstance(mod, functions.Combination):
+        if isinstance(mod, binding.Combination):
             for part in mod.parts:
                 collect(part)
         elif isinstance(mod, functools.partial):

@@ -16,16 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 import nattn
-from nattn import dtypes
 from nattn.nn import MultiHeadAttention, SelfAttention
-from nattn.positional import (
-    Alibi,
-    LearnedTable,
-    Rotary,
-    Sinusoidal,
-    T5Bias,
-    rotary_frequencies,
-)
+from nattn.positional import Alibi, LearnedTable, Rotary, Sinusoidal, T5Bias, rotary_frequencies
+from nattn.vectors import dtypes
 
 Array = NDArray[Any]
 

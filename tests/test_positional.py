@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 import nattn
-from nattn import mods, positional
-from nattn.cpu import rotary as kernels
-from nattn.cpu import threads
-from nattn.dtypes import error_budget, pair_budget, sum_budget
+from nattn import positional
+from nattn.backends.cpu import rotary as kernels
+from nattn.backends.cpu import threads
+from nattn.functions import mods
 from nattn.positional import (
     Alibi,
     LearnedTable,
@@ -27,6 +27,7 @@ from nattn.positional import (
     rotary_frequencies,
     sinusoidal_encoding,
 )
+from nattn.vectors.dtypes import error_budget, pair_budget, sum_budget
 
 Array = NDArray[Any]
 U64 = 2.0**-53

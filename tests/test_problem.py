@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import nattn
-from nattn import functions, masks, mods
-from nattn.problem import Problem
+from nattn.call.block_mask import BlockMask
+from nattn.call.problem import Problem
+from nattn.functions import binding, masks, mods
 
 nan, inf = np.nan, np.inf
 B, Hq, Hkv, Nq, Nk, D, Dv = 2, 4, 2, 5, 7, 8, 3
@@ -86,12 +87,12 @@ def capturing() -> Callable[..., Any]:
     return captures
 
 
-def blocks(B: int = B, H: int = Hq, Nq: int = Nq, Nk: int = Nk, q_offset: Any = 2) -> masks.Blocks:
+def blocks(B: int = B, H: int = Hq, Nq: int = Nq, Nk: int = Nk, q_offset: Any = 2) -> BlockMask:
     """Make a map of one mixed block for sizes and offsets that may not fit."""
-    tree = functions.resolve("mask_mod", every_second, functions.MASK_MOD)
+    tree = binding.resolve("mask_mod", every_second, binding.MASK_MOD)
     kinds = np.full((B, H, 1, 1), masks.MIXED, np.uint8)
     offset = np.broadcast_to(np.int64(q_offset), (B,))
-    return masks.Blocks(tree, B, H, Nq, Nk, offset, 128, kinds)
+    return BlockMask(tree, B, H, Nq, Nk, offset, 128, kinds)
 
 
 whole = np.zeros((B, Hq, Nq, 2 * Dv), np.float32)
@@ -757,8 +758,8 @@ def test_narrow_storage_is_computed_in_float32(name: str) -> None:
     assert p.compute == np.float32
     assert p.scale == float(np.float32(0.1))
     capped, alibi = p.score_mods
-    assert isinstance(capped, functions.Bound)
-    assert isinstance(alibi, functions.Bound)
+    assert isinstance(capped, binding.Bound)
+    assert isinstance(alibi, binding.Bound)
     assert capped.values == (float(np.float32(0.1)),)
     assert np.asarray(alibi.values[0]).tolist() == [[0, 0.5, 1.5, -2]] * 2
     assert p.sinks is not None
@@ -815,7 +816,7 @@ def test_scale_that_underflows_raises_nothing() -> None:
 @pytest.mark.parametrize("value", SCALES, ids=lambda value: type(value).__name__)
 def test_softcap_is_rounded_to_the_compute_dtype(value: Any) -> None:
     (capped,) = Problem.build(**base(), softcap=value).score_mods
-    assert isinstance(capped, functions.Bound)
+    assert isinstance(capped, binding.Bound)
     assert capped.function is mods.softcap
     assert capped.values == (float(np.float32(0.1)),)
 
@@ -829,9 +830,9 @@ def test_the_order_of_modifiers() -> None:
     user = mods.compose(functools.partial(plus, x=1), functools.partial(plus, x=2))
     p = Problem.build(**base(), alibi_slopes=[0, 1, 2, 3], score_mod=user, softcap=4)
     capped, mine, alibi = p.score_mods
-    assert isinstance(capped, functions.Bound)
-    assert isinstance(mine, functions.Combination)
-    assert isinstance(alibi, functions.Bound)
+    assert isinstance(capped, binding.Bound)
+    assert isinstance(mine, binding.Combination)
+    assert isinstance(alibi, binding.Bound)
     assert [capped.function, alibi.function] == [mods.softcap, mods.alibi]
     assert [part.values for part in mine.parts] == [(1,), (2,)]  # type: ignore[attr-defined]
 
@@ -840,7 +841,7 @@ def test_the_order_of_modifiers() -> None:
 def test_slopes_and_sinks_of_any_dtype(dtype: str) -> None:
     x = np.arange(8).astype(dtype)[::2]
     p = Problem.build(**base(), alibi_slopes=x, sinks=x)
-    assert isinstance(p.score_mods[0], functions.Bound)
+    assert isinstance(p.score_mods[0], binding.Bound)
     (slopes,) = p.score_mods[0].values
     assert isinstance(slopes, np.ndarray)
     assert slopes.dtype == np.dtype(dtype).newbyteorder("=")
@@ -881,12 +882,12 @@ def test_mask_mod_comes_from_block_mask() -> None:
     assert p.mask_mod is given.mask_mod
     p = Problem.build(**base(), mask_mod=every_second)
     assert p.block_mask is None
-    assert isinstance(p.mask_mod, functions.Bound)
+    assert isinstance(p.mask_mod, binding.Bound)
     assert p.mask_mod.function is every_second
 
 
 @pytest.mark.parametrize("given", [blocks(B=1), blocks(H=1), blocks(B=1, H=1), blocks()])
-def test_block_mask_is_broadcast(given: masks.Blocks) -> None:
+def test_block_mask_is_broadcast(given: BlockMask) -> None:
     assert Problem.build(**base(), block_mask=given).block_mask is given
 
 

@@ -1,4 +1,4 @@
-"""nattn.progress: seen on a terminal, by who waits, and gone afterwards."""
+"""nattn.call.progress: seen on a terminal, by who waits, and gone afterwards."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from nattn import progress
-from nattn.progress import Progress
+from nattn.call import progress
+from nattn.call.progress import Progress
 
 
 def test_examples() -> None:
@@ -29,7 +29,7 @@ class AsciiTerminal(Terminal):
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("nattn.progress.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("nattn.call.progress.time.monotonic", lambda: self.now)
 
 
 def test_draws_after_a_while_and_clears_the_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,10 +39,10 @@ from cases import (
 )
 
 import nattn
-from nattn import masks
-from nattn.dtypes import error_budget
-from nattn.mods import compose, keep
-from nattn.problem import WRT, Problem
+from nattn.call.problem import WRT, Problem
+from nattn.functions import masks
+from nattn.functions.mods import compose, keep
+from nattn.vectors.dtypes import error_budget
 
 nan, inf = np.nan, np.inf
 
@@ -708,7 +708,7 @@ WITHOUT_B = {name: x for name, x in WITH_B.items() if name not in ("mask_mod", "
 def test_5_modifiers_whatever_the_number_of_threads(
     Nq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = importlib.import_module("nattn.cpu.threads")
+    threads = importlib.import_module("nattn.backends.cpu.threads")
     q, k, v = qkv(3, 4, Nq, 1100, 24)
     results = []
     for n in (1, 2, 3):
@@ -786,7 +786,7 @@ def test_5_modifiers_whatever_the_strides_of_what_they_read(backend: str) -> Non
 
 
 def whatever_the_threads(monkeypatch: pytest.MonkeyPatch, *arrays: Any, **options: Any) -> None:
-    threads = importlib.import_module("nattn.cpu.threads")
+    threads = importlib.import_module("nattn.backends.cpu.threads")
     results = []
     for n in (1, 2, 3):
         monkeypatch.setattr(threads, "thread_count", lambda n=n: n)

@@ -16,8 +16,11 @@ import pytest
 from numpy.typing import NDArray
 
 import nattn
-from nattn import __main__, bench, lanes, mods
-from nattn.masks import Mask
+from nattn.applications import command_line
+from nattn.applications import bench
+from nattn.functions import mods
+from nattn.functions.masks import Mask
+from nattn.vectors import lanes
 
 Array = NDArray[Any]
 
@@ -130,10 +133,10 @@ def test_the_table_of_commands_is_complete(text: str, capsys: pytest.CaptureFixt
     assert named
     for command in named:
         with pytest.raises(SystemExit) as stop:
-            __main__.main([command, "--help"])
+            command_line.main([command, "--help"])
         assert stop.value.code == 0
     with pytest.raises(SystemExit):
-        __main__.main(["--help"])
+        command_line.main(["--help"])
     listed = re.findall(r"^    ([a-z-]+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
     assert set(named) == set(listed)
 
@@ -142,7 +145,7 @@ def test_options_that_are_named_exist(text: str, capsys: pytest.CaptureFixture[s
     helps = ""
     for command in ("demo", "explain", "bench"):
         with pytest.raises(SystemExit):
-            __main__.main([command, "--help"])
+            command_line.main([command, "--help"])
         helps += capsys.readouterr().out
     named = {m.group() for m in re.finditer(r"(?<=`)--[a-z]+", text)}
     assert {"--image", "--plot", "--markdown"} <= named

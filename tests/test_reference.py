@@ -12,9 +12,9 @@ import pytest
 from cases import CASES, Case, assert_near, check, check_gradients, qkv, truth
 
 import nattn
-from nattn.functions import Combination
-from nattn.mods import keep
-from nattn.problem import Problem
+from nattn.call.problem import Problem
+from nattn.functions.binding import Combination
+from nattn.functions.mods import keep
 
 nan, inf = math.nan, math.inf
 NARROW = [np.float16, ml_dtypes.bfloat16]

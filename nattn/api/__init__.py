@@ -1,0 +1,24 @@
+"""The public functions: check a call, choose a backend, give results back in the caller's form."""
+
+from .diagnostics import (
+    RowStats,
+    attention_map,
+    attention_weights,
+    key_mass,
+    plot_attention,
+    row_stats,
+)
+from .functional import Gradients, attention, attention_backward, attention_vjp
+
+__all__ = [
+    "Gradients",
+    "RowStats",
+    "attention",
+    "attention_backward",
+    "attention_map",
+    "attention_vjp",
+    "attention_weights",
+    "key_mass",
+    "plot_attention",
+    "row_stats",
+]

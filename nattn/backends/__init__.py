@@ -1,0 +1,128 @@
+"""Three siblings that compute attention, each behind one door.
+
+A door is a module that is imported when it is first asked for. It says what it offers in `OFFERS`,
+has a function for each of these names, and says why it cannot do a call in
+``refusals(problem, task)``: a reason for everything that is in the way, none if it can. Nobody
+above reaches past a door. A new backend is one folder, and one line here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from types import ModuleType
+from typing import Any
+
+from ..call.block_mask import BlockMask
+from ..call.checks import check_name
+from ..call.problem import Problem
+from . import forks
+
+NAMES = ("auto", "cpu", "reference", "cuda")
+
+_FACES = {
+    "auto": "nattn.backends.cpu",
+    "cpu": "nattn.backends.cpu",
+    "cuda": "nattn.backends.cuda",
+    "reference": "nattn.backends.reference",
+}
+_DOORS = {
+    "auto": "nattn.backends.cpu.door",
+    "cpu": "nattn.backends.cpu.door",
+    "cuda": "nattn.backends.cuda.door",
+    "reference": "nattn.backends.reference",
+}
+
+_loaded: dict[str, ModuleType] = {}
+_import_lock = threading.RLock()
+
+forks.guard(_import_lock)  # a fork in the middle of an import would leave it closed in the child
+
+
+def load(name: str) -> ModuleType:
+    """Return the door of a backend.
+
+    Parameters
+    ----------
+    name : str
+        One of `NAMES`; "auto" is "cpu".
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is no such backend.
+    RuntimeError
+        If what the cuda backend is made with, or a GPU, is missing.
+    """
+    found = _loaded.get(name) if type(name) is str else None
+    if found is None:
+        check_name("backend", name, NAMES)
+        with _import_lock:
+            try:
+                found = _loaded[name] = importlib.import_module(_DOORS[name])
+            except ImportError as error:
+                if name != "cuda" or (error.name or "").split(".")[0] == "nattn":
+                    raise
+                raise RuntimeError(
+                    "backend: expected numba-cuda for 'cuda', got none that can be imported "
+                    f'({error}); install it with pip install "nattn[cuda13]" or "nattn[cuda12]", '
+                    "by the version of CUDA that the driver knows"
+                ) from error
+    if name == "cuda":
+        found.check_usable()
+    return found
+
+
+def choose(problem: Problem, name: str, task: str, **arrays: Any) -> ModuleType:
+    """Return the door of the backend that a call asks for, if it can do all of the call.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call, checked.
+    name : str
+        One of `NAMES`; "auto" follows the arrays of the problem.
+    task : str
+        What is to be done: "forward", "backward" or "observe".
+    **arrays : ndarray or None
+        Further arrays that the task reads or writes.
+
+    Raises
+    ------
+    TypeError
+        If the arrays are on a GPU and the backend is another.
+    NotImplementedError
+        For what the backend cannot do, with every reason.
+    """
+    if type(name) is not str or name not in _FACES:
+        check_name("backend", name, NAMES)
+    if problem.kind is not None:
+        if name not in ("auto", "cuda"):
+            raise TypeError(
+                f"backend: expected 'auto' or 'cuda' for arrays on a GPU, got {name!r}; copy them "
+                "to host memory for it"
+            )
+        name = "cuda"
+    face = _faces.get(name)
+    if face is None:
+        face = _faces[name] = importlib.import_module(_FACES[name])
+    if task not in face.OFFERS:
+        able = [x for x in NAMES if task in importlib.import_module(_FACES[x]).OFFERS]
+        raise NotImplementedError(
+            f"backend: expected {' or '.join(map(repr, able))} to {task}, got {name!r}, which has "
+            "no kernel for it; use backend='cpu' on arrays in host memory"
+        )
+    reasons = face.refusals(problem, task, arrays)
+    if reasons:
+        raise NotImplementedError("; ".join(reasons))
+    return load(name)
+
+
+_faces: dict[str, ModuleType] = {}
+
+
+def _classify(*args: Any) -> Any:
+    return load("cpu").classify(*args)
+
+
+BlockMask.classify = _classify  # what the floor below asks of this one

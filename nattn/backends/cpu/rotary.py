@@ -1,0 +1,319 @@
+"""Rotating pairs of columns by angles that grow with the position, in one pass over the array.
+
+The angle of pair ``c`` at position ``p`` is ``p * frequencies[c]``. A sine for each would take
+longer than the rotation itself, so a position is split, ``p = LOW * high + low``: cosines and sines
+of both parts are computed in float64, for all ``low`` once and for each ``high`` there is, and a
+product of two complex numbers, in float64 too, gives those of ``p``. A task does that for a block
+of positions, rounds the result to a table that stays in the first-level cache, and turns these rows
+of all heads with it. What is memory bound then stays so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...vectors.lanes import (
+    Struct,
+    Tile,
+    as_score,
+    join_pairs,
+    load,
+    part_pairs,
+    prefetch,
+    read,
+    read_int64,
+    store,
+    view,
+    write,
+)
+from . import threads, tiles
+from .jit import device, inlined, kernel
+from .threads import enter, leave, stopped, take_task
+
+ARGS = Struct(
+    "RotaryArgs",
+    (
+        # addresses of x and out (B, H, N, D), their byte strides
+        *("x", "x_b", "x_h", "x_n", "x_d", "out", "out_b", "out_h", "out_n", "out_d"),
+        # sizes: heads, positions, columns, pairs that turn; columns that are copied
+        *("H", "N", "half", "kept"),
+        # addresses of float64 (rows, 2, half): cosines, sines; of int64 (items, N): their rows
+        *("high", "low", "high_rows", "low_rows"),
+        # (b, h) planes of an item, of a task; tasks side by side; blocks of positions, their size
+        *("planes", "share", "groups", "blocks", "rows"),
+        # whether the last axes are contiguous; whether heads of a position lie nearer than rows
+        *("contiguous", "rows_first"),
+        # address of the job's shared state; scratch and its bytes for each worker
+        *("control", "scratch", "scratch_bytes"),
+    ),
+)
+"""What a worker gets."""
+
+LOW = 128
+"""Positions that share a row of the table of high parts."""
+
+TABLE_BYTES = 64 * 1024
+"""Bytes of cosines and sines of a task: a part of the second-level cache. Smaller tables mean
+shorter stretches of memory, and processors read long ones ahead."""
+
+AHEAD = 2048
+"""Bytes: how far ahead of what is read memory is asked for."""
+
+TASKS_PER_THREAD = 8
+
+SMALL = 1 << 18
+"""Bytes up to which one thread is as fast as several."""
+
+_pack = struct.Struct(f"{len(ARGS.integers)}q").pack
+
+
+@device
+def fill(tile, wide, table, high, low, half):
+    """Write the cosines and sines of one position: the product of those of its parts."""
+    size, step = tile.itemsize, tile.W
+    whole = half // step * step
+    sines = 8 * half
+    for c in range(0, whole, step):
+        at = 8 * c
+        a, b = load(wide, high + at), load(wide, high + sines + at)
+        x, y = load(wide, low + at), load(wide, low + sines + at)
+        # as_score rounds lanes to the tile's type, whatever they stand for.
+        store(table + c * size, as_score(tile, a * x - b * y))
+        store(table + (half + c) * size, as_score(tile, b * x + a * y))
+    for c in range(whole, half):
+        at = 8 * c
+        a, b = read(wide, high + at), read(wide, high + sines + at)
+        x, y = read(wide, low + at), read(wide, low + sines + at)
+        write(tile, table + c * size, a * x - b * y)
+        write(tile, table + (half + c) * size, b * x + a * y)
+
+
+@inlined
+def turned(a, b, cos, sin):
+    """Return the two columns of a pair, or of as many pairs as there are lanes, turned."""
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@inlined
+def turn_halves(tile, x, out, table, half):
+    """Turn column c with column c + half, in a contiguous row."""
+    size, step = tile.itemsize, tile.W
+    whole = half // step * step
+    far = half * size
+    for at in range(0, whole * size, step * size):
+        prefetch(x + at + AHEAD)
+        prefetch(x + far + at + AHEAD)
+        cos, sin = load(tile, table + at), load(tile, table + far + at)
+        a, b = turned(load(tile, x + at), load(tile, x + far + at), cos, sin)
+        store(out + at, a)
+        store(out + far + at, b)
+    turn_pairs(tile, x, out, table, whole, half, (size, far), (size, far))
+
+
+@inlined
+def turn_neighbours(tile, x, out, table, half):
+    """Turn column 2c with column 2c + 1, in a contiguous row."""
+    size, step = tile.itemsize, tile.W
+    whole = half // step * step
+    far = half * size
+    for at in range(0, whole * size, step * size):
+        cos, sin = load(tile, table + at), load(tile, table + far + at)
+        first = x + 2 * at
+        prefetch(first + AHEAD)
+        prefetch(first + step * size + AHEAD)
+        a, b = part_pairs(tile, load(tile, first), load(tile, first + step * size))
+        a, b = turned(a, b, cos, sin)
+        a, b = join_pairs(tile, a, b)
+        store(out + 2 * at, a)
+        store(out + 2 * at + step * size, b)
+    turn_pairs(tile, x, out, table, whole, half, (2 * size, size), (2 * size, size))
+
+
+@inlined
+def turn_pairs(tile, x, out, table, first, half, x_steps, out_steps):
+    """Turn the pairs from `first` on, one by one.
+
+    The steps are the bytes from one pair to the next, and from its first column to its second.
+    """
+    size = tile.itemsize
+    for c in range(first, half):
+        cos, sin = read(tile, table + c * size), read(tile, table + (half + c) * size)
+        from_, to = x + c * x_steps[0], out + c * out_steps[0]
+        a, b = turned(read(tile, from_), read(tile, from_ + x_steps[1]), cos, sin)
+        write(tile, to, a)
+        write(tile, to + out_steps[1], b)
+
+
+@device
+def copy(tile, x, out, count, x_step, out_step, contiguous):
+    """Copy columns."""
+    size = tile.itemsize
+    whole = count // tile.W * tile.W if contiguous else 0
+    for at in range(0, whole * size, tile.W * size):
+        store(out + at, load(tile, x + at))
+    for d in range(whole, count):
+        write(tile, out + d * out_step, read(tile, x + d * x_step))
+
+
+@kernel("void(int64, int64)")
+def rotary_worker(tile, interleaved):
+    """Turn rows until there are none left."""
+    wide = Tile("float64", tile.W, 1, 1)
+
+    def worker(slot, args):
+        a = view(ARGS, args)
+        # What is stored could be fields, for all LLVM knows: those of the inner loop are read here.
+        H, half, kept, contiguous = a.H, a.half, a.kept, a.contiguous
+        x_d, out_d = a.x_d, a.out_d
+        size = tile.itemsize
+        row_bytes = 2 * half * size
+        record = 16 * half
+        table = a.scratch + slot * a.scratch_bytes
+        x_steps, out_steps = (x_d, half * x_d), (out_d, half * out_d)
+        if interleaved:
+            x_steps, out_steps = (2 * x_d, x_d), (2 * out_d, out_d)
+        enter(a.control)
+        while not stopped(a.control):
+            task = take_task(a.control)
+            if task < 0:
+                break
+            place = task // a.blocks
+            begin = (task - place * a.blocks) * a.rows
+            rows = min(a.rows, a.N - begin)
+            item = place // a.groups
+            first = (place - item * a.groups) * a.share
+            planes = min(a.share, a.planes - first)
+            first += item * a.planes
+            where = 8 * (item * a.N + begin)
+            for r in range(rows):
+                high = a.high + read_int64(a.high_rows + where + 8 * r) * record
+                low = a.low + read_int64(a.low_rows + where + 8 * r) * record
+                fill(tile, wide, table + r * row_bytes, high, low, half)
+            for b in range(first // H, (first + planes - 1) // H + 1):
+                h = max(0, first - b * H)
+                heads = min(H, first + planes - b * H) - h
+                x = a.x + b * a.x_b + h * a.x_h + begin * a.x_n
+                out = a.out + b * a.out_b + h * a.out_h + begin * a.out_n
+                # Memory is read in the order in which it lies.
+                counts, x_far, out_far = (heads, rows), (a.x_h, a.x_n), (a.out_h, a.out_n)
+                t_far = (0, row_bytes)
+                if a.rows_first:
+                    counts, x_far, out_far = (rows, heads), (a.x_n, a.x_h), (a.out_n, a.out_h)
+                    t_far = (row_bytes, 0)
+                for i in range(counts[0]):
+                    for j in range(counts[1]):
+                        from_ = x + i * x_far[0] + j * x_far[1]
+                        to = out + i * out_far[0] + j * out_far[1]
+                        angles = table + i * t_far[0] + j * t_far[1]
+                        if not contiguous:
+                            turn_pairs(tile, from_, to, angles, 0, half, x_steps, out_steps)
+                        elif interleaved:
+                            turn_neighbours(tile, from_, to, angles, half)
+                        else:
+                            turn_halves(tile, from_, to, angles, half)
+                        if kept:
+                            from_ += 2 * half * x_d
+                            to += 2 * half * out_d
+                            copy(tile, from_, to, kept, x_d, out_d, contiguous)
+        leave(a.control, slot, 0)
+
+    return worker
+
+
+def _angles(p: NDArray[np.int64], frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ``(len(p), 2, pairs)``: cosines and sines."""
+    angles = p.astype(np.float64)[:, None] * frequencies
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+@functools.lru_cache(maxsize=16)
+def _low_table(frequencies: bytes) -> NDArray[np.float64]:
+    return _angles(np.arange(1 - LOW, LOW), np.frombuffer(frequencies))
+
+
+def _high_table(
+    high: NDArray[np.int64], frequencies: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the table of the high parts, and the row of each."""
+    least, most = int(high.min()), int(high.max())
+    if most - least < high.size:
+        found, rows = np.arange(least, most + 1), high - least
+    else:
+        found, rows = np.unique(high, return_inverse=True)
+        rows = rows.reshape(high.shape)
+    return _angles(LOW * found, frequencies), np.ascontiguousarray(rows, np.int64)
+
+
+def rotate(
+    x: NDArray,
+    out: NDArray,
+    positions: NDArray[np.int64],
+    frequencies: NDArray[np.float64],
+    *,
+    factor: float = 1.0,
+    inverse: bool = False,
+    interleaved: bool = False,
+) -> None:
+    """Turn the first ``2 * len(frequencies)`` columns, and copy the others.
+
+    Parameters
+    ----------
+    x, out : ndarray
+        ``(B, H, N, D)`` of one dtype, float32 or float64; any strides. `out` may be `x` itself, and
+        shares no other memory with it.
+    positions : ndarray
+        ``(1, N)`` or ``(B, N)`` int64, of magnitude up to 2**53.
+    frequencies : ndarray
+        Radians for each position, of each pair of columns; not empty.
+    factor : float
+        What the turned columns are multiplied by.
+    inverse : bool
+        Turn back; the factor stays.
+    interleaved : bool
+        Pair columns ``2c`` and ``2c + 1`` instead of ``c`` and ``c + len(frequencies)``.
+    """
+    if x.size == 0:
+        return
+    B, H, N, D = x.shape
+    half = len(frequencies)
+    turns = -frequencies if inverse else frequencies
+    low = _low_table(turns.tobytes())
+    # Both parts have the sign of the whole, so that neither angle is larger than theirs.
+    parts = np.sign(positions) * (abs(positions) // LOW)
+    low_rows = np.ascontiguousarray(positions - LOW * parts + (LOW - 1))
+    high, high_rows = _high_table(parts, turns)
+    high *= factor
+    tile = tiles.choose_tile(x.dtype.name, 1 << 20)
+    tile = Tile(tile.dtype, tile.W, 1, 1)
+    count = threads.thread_count() if x.nbytes > SMALL else 1
+    items = len(positions)
+    planes = B * H // items
+    row_bytes = 2 * half * tile.itemsize
+    rows = min(N, max(1, TABLE_BYTES // row_bytes))
+    blocks = -(-N // rows)
+    groups = min(planes, max(1, TASKS_PER_THREAD * count // (items * blocks))) if count > 1 else 1
+    share = -(-planes // groups)
+    groups = -(-planes // share)
+    n_tasks = items * groups * blocks
+    workers = min(count, n_tasks)
+    scratch_bytes = -(-rows * row_bytes // 64) * 64
+    scratch = np.empty(workers * scratch_bytes + 64, np.uint8)
+    control = threads.new_control(n_tasks)
+    size = tile.itemsize
+    args = _pack(
+        *(x.ctypes.data, *x.strides, out.ctypes.data, *out.strides),
+        *(H, N, half, 0 if out.ctypes.data == x.ctypes.data else D - 2 * half),
+        *(high.ctypes.data, low.ctypes.data, high_rows.ctypes.data, low_rows.ctypes.data),
+        *(planes, share, groups, blocks, rows),
+        *(x.strides[3] == out.strides[3] == size, abs(x.strides[1]) < abs(x.strides[2])),
+        *(ctypes.addressof(control), -(-scratch.ctypes.data // 64) * 64, scratch_bytes),
+    )
+    keep = (x, out, high, low, high_rows, low_rows, scratch, control)
+    # As long as so many operations takes what memory delivers.
+    flops = 10.0 * x.nbytes
+    threads.run(rotary_worker(tile, interleaved), args, control, workers, flops, keep=keep)

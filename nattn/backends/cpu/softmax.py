@@ -1,0 +1,81 @@
+"""The streaming softmax of one tile of scores: every lane is one query row.
+
+``row_max`` and ``row_sum`` run along the keys; ``alpha`` is the factor by which what has been
+summed so far shrinks when the maximum grows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...vectors.lanes import exp2_nonpositive, load, load_old, sign_bit, splat, store
+from .jit import device
+
+LOG2E = math.log2(math.e)
+
+
+@device
+def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha):
+    """Turn scores into probabilities relative to the running maximum, in place.
+
+    With `top_known` the vectors at address `top` hold the largest of these scores. -inf is a
+    hidden key, of probability 0. A row that has seen nothing yet keeps row_max = -inf, and no
+    difference of two infinities is ever taken for it. NaN in a score, or a score of +inf, makes
+    row_sum NaN, and that stays.
+    """
+    row = tile.lanes * tile.itemsize
+    for i in range(tile.MV):
+        at = i * tile.W * tile.itemsize
+        column = scores + at
+        old = load(tile, row_max + at)
+        largest = old
+        if top_known:
+            s = load(tile, top + at)
+            largest = np.where(s > largest, s, largest)
+        else:
+            for n in range(rows):
+                s = load(tile, column + n * row)
+                largest = np.where(s > largest, s, largest)
+        store(row_max + at, largest)
+        largest = np.where(largest == -np.inf, splat(tile, 0.0), largest)
+        shrink = exp2_nonpositive((old - largest) * LOG2E)
+        store(alpha + at, shrink)
+        total = splat(tile, 0.0)
+        for n in range(rows):
+            p = exp2_nonpositive((load(tile, column + n * row) - largest) * LOG2E)
+            total += p
+            store(column + n * row, p)
+        store(row_sum + at, load(tile, row_sum + at) * shrink + total)
+
+
+@device
+def note_hidden(tile, scores, rows, marks):
+    """Write 1 where a score is that of a hidden key, before it becomes a probability."""
+    size = tile.W * tile.itemsize
+    for n in range(rows * tile.MV):
+        s = load(tile, scores + n * size)
+        store(marks + n * size, np.where(s == -np.inf, splat(tile, 1.0), splat(tile, 0.0)))
+
+
+@device
+def mark_hidden(tile, probs, rows, marks):
+    """Make the probability of hidden keys -0.0; one that has underflowed stays +0.0.
+
+    Apart from `running_softmax`, which this keeps to one loop with its constants in registers.
+    """
+    size = tile.W * tile.itemsize
+    for n in range(rows * tile.MV):
+        hidden = load(tile, marks + n * size) > 0.0
+        p = load_old(tile, probs + n * size)
+        store(probs + n * size, np.where(hidden, splat(tile, -0.0), p))
+
+
+@device
+def is_hidden(p):
+    """Return which probabilities are those of hidden keys, as `mark_hidden` leaves them.
+
+    The sign alone does not tell: NaN may have it, too.
+    """
+    return sign_bit(p) & (p == 0.0)

@@ -1,0 +1,42 @@
+"""Attention on NVIDIA GPUs, through numba.cuda. Its door is `door`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...call.device_arrays import DeviceArray
+from ...call.problem import Problem
+
+OFFERS = frozenset(("forward", "backward"))
+
+MOST_ROWS = 1 << 31
+"""Rows and keys of an item that kernels can number."""
+
+
+def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
+    """Return why the backend cannot do a call: nothing, if it can.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call, checked.
+    task : str
+        One of `OFFERS`.
+    arrays : dict
+        Further arrays that the task reads or writes, by name.
+    """
+    p, reasons = problem, []
+    for name, n in (("q", p.group * p.Nq), ("k", p.Nk)):
+        if n >= MOST_ROWS:
+            reasons.append(f"{name}: expected fewer than {MOST_ROWS} rows for a key head, got {n}")
+    read = {"q": p.q, "k": p.k, "v": p.v, "mask": p.mask, "bias": p.bias, **arrays}
+    for name, x in read.items():
+        # A GPU faults where an element straddles its place; copies of host arrays lie well.
+        if not isinstance(x, DeviceArray) or not x.size:
+            continue
+        if any(n % x.itemsize for n in (x.ctypes.data, *x.strides)):
+            reasons.append(
+                f"{name}: expected elements at multiples of their {x.itemsize} bytes, got the "
+                f"address {x.ctypes.data:#x} and strides {x.strides}"
+            )
+    return reasons

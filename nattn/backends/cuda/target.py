@@ -1,0 +1,388 @@
+"""The one place that speaks to numba.cuda: how kernels are made, launched and compiled, and memory.
+
+A kernel is a plain Python function over ints and floats. It reaches memory by byte address, as the
+CPU's kernels do, through the functions below. Compiled, they are a few LLVM instructions; in
+numba-cuda's simulator, which runs kernels as plain Python and has no intrinsics, each has a twin
+that reads the same bytes with ctypes. Helpers of kernels are made with `device`.
+
+float16 and bfloat16 are storage: what is read of them is a float32, and what is written is rounded
+to the nearest, halves to even.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import sys
+import threading
+import warnings
+from collections import namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from llvmlite import ir
+from numba import cuda, types
+from numba.core import config
+from numba.core.errors import NumbaPerformanceWarning
+
+from ...vectors import elementary
+from ...vectors.elementary import I32, I64, Vector
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+"""Whether kernels run as plain Python, on the host's memory."""
+
+_turn = threading.Lock()
+
+if SIMULATED:
+    # The simulator looks for a shared array and makes it in two steps: two threads of a block that
+    # do so at once get one each, and share nothing. Here they take turns. It refuses to align one.
+    from numba.cuda.simulator import kernelapi
+    from numba.np import numpy_support
+
+    def _shared_array(self, shape, dtype, alignment=None):
+        caller = sys._getframe(1)
+        place = caller.f_code.co_filename, caller.f_lineno
+        with _turn:
+            found = self._allocations.get(place)
+            if found is None:
+                found = np.empty(shape, numpy_support.as_dtype(dtype))
+                self._allocations[place] = found
+        return found
+
+    kernelapi.FakeCUDAShared.array = _shared_array
+
+STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""How floats may be stored, and the bytes that one takes."""
+
+
+def compute_type(storage: str) -> Any:
+    """Return the Numba type in which a stored float is computed with."""
+    return types.float64 if storage == "float64" else types.float32
+
+
+def record(name: str, fields: tuple[str, ...]) -> Any:
+    """Return a class of named tuples: a kernel gets one, field by field."""
+    make: Any = namedtuple
+    return make(name, fields)
+
+
+def device(function: Callable[..., Any]) -> Any:
+    """Let kernels call a function: its code becomes part of theirs."""
+    if SIMULATED:
+        # What does not name cuda has nothing that the simulator would put in its place.
+        names = "cuda" in function.__code__.co_names
+        return cuda.jit(device=True)(function) if names else function
+    from numba.cuda.extending import register_jitable
+
+    return register_jitable(function)
+
+
+def _intrinsic(emit: Callable[..., Any], twin: Callable[..., Any]) -> Any:
+    """Return an intrinsic of Numba's, or in the simulator its twin."""
+    if SIMULATED:
+        return twin
+    from numba.cuda.extending import intrinsic
+
+    return intrinsic(emit)
+
+
+class Kernel:
+    """A kernel, compiled when it is first launched.
+
+    Parameters
+    ----------
+    function : function
+        The plain Python function of one argument: a NamedTuple of ints and floats.
+    threads : int
+        Of a block.
+    blocks : int, optional
+        How many of them a multiprocessor must be able to hold. Left to itself ptxas aims at a
+        number of its own, even where a thread's registers then do not suffice.
+    """
+
+    def __init__(self, function: Callable[..., None], threads: int, blocks: int = 0) -> None:
+        self.function = function
+        self.threads = threads
+        self._bounds = (threads, blocks) if blocks else threads
+        options = {} if SIMULATED else {"launch_bounds": self._bounds}
+        self._compiled = cuda.jit(**options)(function)
+
+    def launch(self, grid: tuple[int, ...], args: Any, stream: Any) -> None:
+        """Run it on a grid of blocks, after what the stream already holds."""
+        if not SIMULATED:
+            with _turn, warnings.catch_warnings():
+                # that few blocks leave most of a GPU idle: a short call is no mistake
+                warnings.simplefilter("ignore", NumbaPerformanceWarning)
+                configured = self._compiled[grid, self.threads, stream]
+            configured(args)
+            return
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(5e-5)  # its scheduler spins while it waits: four times faster so
+        try:
+            self._compiled[grid, self.threads](args)
+        finally:
+            sys.setswitchinterval(interval)
+
+    def ptx(self, args: Any, cc: tuple[int, int]) -> str:
+        """Compile it for a compute capability; this takes no GPU and no driver."""
+        dispatcher = importlib.import_module("numba.cuda.dispatcher")
+        device = SimpleNamespace(compute_capability=cc)
+        signature = types.void(_typeof(args))
+        # Helpers of kernels ask the current device what to be compiled for.
+        with mock.patch.object(dispatcher, "get_current_device", return_value=device):
+            code, _ = cuda.compile(
+                self.function,
+                signature,
+                device=False,
+                abi="numba",
+                cc=cc,
+                output="ptx",
+                launch_bounds=self._bounds,
+            )
+        text: str = code if isinstance(code, str) else code.decode()
+        return text
+
+
+def _typeof(args: Any) -> Any:
+    return importlib.import_module("numba.cuda.typing.typeof").typeof(args)
+
+
+# Memory by address
+
+_LLVM = {
+    "float16": ir.IntType(16),
+    "bfloat16": ir.IntType(16),
+    "float32": ir.FloatType(),
+    "float64": ir.DoubleType(),
+}
+_GLOBAL = 1  # the address space that is not a thread's own, nor shared by a block
+
+
+def _pointer(b: Any, address: Any, ty: Any) -> Any:
+    return b.inttoptr(address, ir.PointerType(ty, _GLOBAL))
+
+
+def _read(b: Any, address: Any, ty: Any, align: int) -> Any:
+    """Load what the kernel does not write itself."""
+    value = b.load(_pointer(b, address, ty))
+    value.align = align
+    value.set_metadata("invariant.load", b.module.add_metadata([]))
+    return value
+
+
+def _decode(b: Any, x: Any, storage: str) -> Any:
+    """Turn what is stored into a float."""
+    if storage == "float16":
+        return b.fpext(b.bitcast(x, ir.HalfType()), ir.FloatType())
+    if storage == "bfloat16":
+        return b.bitcast(b.shl(b.zext(x, I32), I32(16)), ir.FloatType())
+    return x
+
+
+def _encode(b: Any, x: Any, storage: str) -> Any:
+    """Turn a float into what is stored."""
+    if storage == "float16":
+        return b.bitcast(b.fptrunc(x, ir.HalfType()), ir.IntType(16))
+    if storage == "bfloat16":
+        bits = b.bitcast(x, I32)
+        odd = b.and_(b.lshr(bits, I32(16)), I32(1))
+        rounded = b.lshr(b.add(bits, b.add(odd, I32(0x7FFF))), I32(16))
+        quiet = b.or_(b.lshr(bits, I32(16)), I32(0x40))
+        return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), ir.IntType(16))
+    return x
+
+
+@functools.cache
+def load(storage: str) -> Any:
+    """Return ``load(address)``: the float stored there, in float32 or float64."""
+    ty, to = _LLVM[storage], compute_type(storage)
+
+    def emit(typingctx, address):
+        def codegen(context, b, sig, args):
+            return _decode(b, _read(b, args[0], ty, STORAGE[storage]), storage)
+
+        return to(types.int64), codegen
+
+    return _intrinsic(emit, functools.partial(_twin_load, storage))
+
+
+@functools.cache
+def load4(storage: str) -> Any:
+    """Return ``load4(address)``: four adjacent floats, at a multiple of their bytes or of 16."""
+    ty, to = ir.VectorType(_LLVM[storage], 4), types.UniTuple(compute_type(storage), 4)
+    align = min(16, 4 * STORAGE[storage])
+
+    def emit(typingctx, address):
+        def codegen(context, b, sig, args):
+            four = _read(b, args[0], ty, align)
+            parts = [_decode(b, b.extract_element(four, I32(n)), storage) for n in range(4)]
+            return context.make_tuple(b, to, parts)
+
+        return to(types.int64), codegen
+
+    def twin(address: int) -> tuple[Any, ...]:
+        size = STORAGE[storage]
+        return tuple(_twin_load(storage, address + n * size) for n in range(4))
+
+    return _intrinsic(emit, twin)
+
+
+@functools.cache
+def store(storage: str) -> Any:
+    """Return ``store(address, x)``, which rounds a float to what is stored."""
+    of = compute_type(storage)
+
+    def emit(typingctx, address, x):
+        def codegen(context, b, sig, args):
+            value = _encode(b, context.cast(b, args[1], sig.args[1], of), storage)
+            b.store(value, _pointer(b, args[0], value.type)).align = STORAGE[storage]
+            return context.get_dummy_value()
+
+        return types.void(types.int64, x), codegen
+
+    return _intrinsic(emit, functools.partial(_twin_store, storage))
+
+
+def _integer_reader(ty: Any, to: Any, twin: Any) -> Any:
+    def emit(typingctx, address):
+        def codegen(context, b, sig, args):
+            value = _read(b, args[0], ty, ty.width // 8)
+            return value if ty is I64 else b.zext(value, I64)
+
+        return to(types.int64), codegen
+
+    return _intrinsic(emit, lambda address: np.int64(twin.from_address(int(address)).value))
+
+
+read_int64 = _integer_reader(I64, types.int64, ctypes.c_int64)
+read_uint8 = _integer_reader(ir.IntType(8), types.int64, ctypes.c_uint8)
+
+
+def _emit_write_int64(typingctx, address, x):
+    def codegen(context, b, sig, args):
+        value = context.cast(b, args[1], sig.args[1], types.int64)
+        b.store(value, _pointer(b, args[0], I64)).align = 8
+        return context.get_dummy_value()
+
+    return types.void(types.int64, x), codegen
+
+
+def _twin_write_int64(address: int, x: int) -> None:
+    ctypes.c_int64.from_address(int(address)).value = int(x)
+
+
+write_int64 = _intrinsic(_emit_write_int64, _twin_write_int64)
+
+
+def _twin_load(storage: str, address: int) -> Any:
+    if storage == "float64":
+        return np.float64(ctypes.c_double.from_address(int(address)).value)
+    if storage == "float32":
+        return np.float32(ctypes.c_float.from_address(int(address)).value)
+    bits = ctypes.c_uint16.from_address(int(address)).value
+    if storage == "bfloat16":
+        return np.uint32(bits << 16).view(np.float32)
+    return np.float32(np.uint16(bits).view(np.float16))
+
+
+def _twin_store(storage: str, address: int, x: Any) -> None:
+    if storage == "float64":
+        ctypes.c_double.from_address(int(address)).value = float(x)
+        return
+    with np.errstate(over="ignore"):
+        x = np.float32(x)
+        if storage == "float32":
+            ctypes.c_float.from_address(int(address)).value = x
+            return
+        bits = int(np.float16(x).view(np.uint16) if storage == "float16" else _bfloat16_bits(x))
+    ctypes.c_uint16.from_address(int(address)).value = bits
+
+
+def _bfloat16_bits(x: Any) -> int:
+    bits = int(np.float32(x).view(np.uint32))
+    if x != x:
+        return bits >> 16 | 0x40
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16) & 0xFFFF
+
+
+# Arrays within a kernel
+
+
+@functools.cache
+def copy_group(count: int) -> Any:
+    """Return ``copy_group(to, n, shared, at)``: copy `count` adjacent elements in one step.
+
+    They go from a shared array to a thread's own. `at` is a multiple of `count`, which is 1, 2 or
+    4, and the shared array is aligned to 16 bytes.
+    """
+
+    def emit(typingctx, to, n, shared, at):
+        def codegen(context, b, sig, args):
+            own, data = (
+                context.make_array(sig.args[i])(context, b, value=args[i]).data for i in (0, 2)
+            )
+            first, at = (context.cast(b, args[i], sig.args[i], types.int64) for i in (1, 3))
+            ty = ir.VectorType(data.type.pointee, count)
+            source = b.bitcast(b.gep(data, [at]), ir.PointerType(ty, data.type.addrspace))
+            value = b.load(source)
+            value.align = min(16, count * shared.dtype.bitwidth // 8)
+            for m in range(count):
+                b.store(b.extract_element(value, I32(m)), b.gep(own, [b.add(first, I64(m))]))
+            return context.get_dummy_value()
+
+        return types.void(to, n, shared, at), codegen
+
+    def twin(to: Any, n: int, shared: Any, at: int) -> None:
+        for m in range(count):
+            to[n + m] = shared[at + m]
+
+    return _intrinsic(emit, twin)
+
+
+def _emit_is_hidden(typingctx, x):
+    def codegen(context, b, sig, args):
+        ty = I64 if sig.args[0] == types.float64 else I32
+        return b.icmp_signed("==", b.bitcast(args[0], ty), ty(-1 << (ty.width - 1)))
+
+    return types.boolean(x), codegen
+
+
+is_hidden = _intrinsic(_emit_is_hidden, lambda x: bool(x == 0 and np.signbit(x)))
+"""Tell whether a number is -0.0, which stands for a pair that is hidden."""
+
+
+# Arithmetic
+
+
+@functools.cache
+def exp2(dtype: str) -> Any:
+    """Return ``exp2(x)`` for x <= 0 or NaN, within two units in the last place.
+
+    0 below the smallest normal number. In float32 it is one instruction of the hardware: CUDA C++
+    Programming Guide, "Mathematical Functions", of ``ex2.approx.ftz.f32``.
+    """
+    of = getattr(types, dtype)
+
+    def emit(typingctx, x):
+        def codegen(context, b, sig, args):
+            if dtype == "float64":
+                return elementary.exp2_nonpositive(Vector(b, args[0])).value
+            ty = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
+            name = "llvm.nvvm.ex2.approx.ftz.f"
+            known = b.module.globals.get(name) or ir.Function(b.module, ty, name)
+            return b.call(known, [args[0]])
+
+        return of(of), codegen
+
+    number = getattr(np, dtype)
+    tiny = np.finfo(number).tiny
+
+    def twin(x: Any) -> Any:
+        y = np.exp2(number(x))
+        return number(0) if y < tiny else y
+
+    return _intrinsic(emit, twin)

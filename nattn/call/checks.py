@@ -1,0 +1,185 @@
+"""Checks of single arguments: each raises with what was expected and what was got."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..vectors import dtypes
+from . import device_arrays
+from .device_arrays import CudaArray, DeviceArray
+
+Array = ArrayLike | CudaArray
+
+
+Integers = int | Array
+
+
+Scale = float | np.floating[Any] | NDArray[Any]
+
+
+Window = tuple[int | None, int | None]
+
+
+Mod = Callable[..., Any]
+
+
+FAR = 1 << 59
+"""Farther than any array reaches; an int64 holds the sum of fifteen such numbers."""
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return a bool; refuse what is merely truthy, such as the string "False"."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise TypeError(f"{name}: expected True or False, got {show(value)}")
+
+
+def check_name(name: str, value: object, known: tuple[str, ...]) -> None:
+    """Raise unless a string is among those that are known."""
+    expected = ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}"
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected {expected}, got {show(value)}")
+    if value not in known:
+        raise ValueError(f"{name}: expected {expected}, got {show(value)}")
+
+
+def show(value: object) -> str:
+    """Describe what was got, briefly."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        return f"{type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an int of {value.bit_length()} bits"  # one of 4300 digits has no repr
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def as_array(name: str, value: Any) -> NDArray[Any]:
+    """Convert what NumPy converts faithfully to an ndarray; refuse the rest."""
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected a plain array, got a masked array, whose mask would be ignored; "
+            "pass .data, and what is visible as the argument mask"
+        )
+    found = device_arrays.describe(name, value)
+    if found is not None:
+        return found
+    if device_arrays.is_torch(value):
+        raise TypeError(
+            f"{name}: expected a NumPy array, got a torch tensor; pass {name}.detach().numpy(), "
+            "which shares its memory"
+        )
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: expected an array, got {show(value)}: {error}") from error
+
+
+def host_array(name: str, value: Any) -> NDArray[Any]:
+    """Convert to an ndarray where only those in host memory will do."""
+    array = as_array(name, value)
+    if isinstance(array, DeviceArray):
+        raise TypeError(f"{name}: expected an array in host memory, got one {array.source}")
+    return array
+
+
+def float_dtype(name: str, value: Any) -> np.dtype:
+    """Return native float32 or float64."""
+    found = np.dtype(value)
+    if found not in (dtypes.FLOAT32, dtypes.FLOAT64):
+        raise TypeError(f"{name}: expected float32 or float64, got {found}")
+    return dtypes.FLOAT32 if found == dtypes.FLOAT32 else dtypes.FLOAT64
+
+
+def in_host_memory(name: str, value: Any) -> NDArray[Any]:
+    """Convert to an ndarray whose numbers can be read, which takes a copy of those on a GPU."""
+    array = as_array(name, value)
+    return device_arrays.copied(array) if isinstance(array, DeviceArray) else array
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a real number; a bool is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+
+
+def finite_float(name: str, value: Any, expected: str) -> float:
+    """Return a float from a real number that is finite in float64."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if type(value) is not float and not is_real(value):
+        raise TypeError(f"{name}: expected {expected}, got {show(value)}")
+    try:
+        exact = float(value)
+        if exact - exact == 0.0:  # neither NaN nor infinite
+            return exact
+    except OverflowError:
+        pass
+    raise ValueError(f"{name}: expected {expected}, got {show(value)}")
+
+
+def check_integer(name: str, value: Any, expected: str = "an integer") -> int:
+    """Return a Python int; a bool is none, and nothing is rounded."""
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name}: expected {expected}, got {show(value)}")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return a Python int of at least so much."""
+    expected = f"an integer of at least {least}"
+    n = check_integer(name, value, expected)
+    if n < least:
+        raise ValueError(f"{name}: expected {expected}, got {show(n)}")
+    return n
+
+
+def check_integers(name: str, value: Any, B: int) -> list[int]:
+    """Return one Python int of any size for each batch item."""
+    expected = f"an integer or {B} of them, one for each batch item"
+    if isinstance(value, int):
+        return [check_integer(name, value, expected)] * B
+    if not isinstance(value, (list, tuple)):
+        array = in_host_memory(name, value)
+        if array.dtype.kind not in "iuO":
+            raise TypeError(f"{name}: expected {expected}, got {show(value)}")
+        if array.ndim == 0:
+            return [check_integer(name, array[()], expected)] * B
+        if array.ndim != 1:
+            raise ValueError(f"{name}: expected {expected}, got shape {array.shape}")
+        value = array.tolist()
+    if len(value) != B:
+        raise ValueError(f"{name}: expected {expected}, got {len(value)}")
+    return [check_integer(f"{name}[{b}]", x) for b, x in enumerate(value)]
+
+
+def overlaps_itself(x: NDArray[Any]) -> bool:
+    """Whether two elements may share memory; never for a view that slicing can make."""
+    if x.size == 0:
+        return False
+    extent = x.itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += stride * (n - 1)
+    return False
+
+
+def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Return whether two arrays share an element, or may, where finding out takes long."""
+    try:
+        # exact, so that interleaved slices of one packed array pass; the general question is NP
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True

@@ -1,1 +1,0 @@
-"""Attention on NVIDIA GPUs, through numba.cuda."""

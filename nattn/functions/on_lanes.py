@@ -1,0 +1,249 @@
+"""Users' functions in the hands of a backend that compiles: which code they are, and what they say.
+
+A tree of functions (`binding.Bound`, `binding.Combination`) becomes one function on lanes by
+`evaluator`, with the decorators and intrinsics of the backend's own target. What the functions are
+bound to reaches it as 8-byte words. Two trees of one `key` are one piece of code.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.core.errors import NumbaError
+from numpy.typing import NDArray
+
+from ..vectors.lanes import Layout
+from . import binding
+from .binding import Bound, Tree
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tree of users' functions as something to compile: equal if the code would be.
+
+    Attributes
+    ----------
+    key : tuple
+        The hash of each function and the types of what it is bound to.
+    tree : Bound or Combination
+        The functions.
+    """
+
+    key: tuple[Any, ...]
+    tree: Tree = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, tree: Tree) -> Source:
+        """Return the source of a tree."""
+        return cls(_key(tree), tree)
+
+
+def _kind(value: binding.Value) -> tuple[Any, ...]:
+    """Return how a bound value is passed: see `nattn.vectors.lanes.Layout`."""
+    if isinstance(value, np.ndarray):
+        far = max((*map(abs, value.strides), *value.shape)) >= 1 << 31
+        return ("array", value.dtype.name, value.ndim, far)
+    return (type(value).__name__,)
+
+
+def _key(tree: Tree) -> tuple[Any, ...]:
+    if isinstance(tree, Bound):
+        kinds = tuple(map(_kind, tree.values))
+        return (binding.digest(tree.function), tree.order, kinds)
+    return (tree.operator, *(_key(part) for part in tree.parts))  # type: ignore[arg-type]
+
+
+def leaves(tree: Tree) -> list[Bound]:
+    """Return the functions of a tree, from left to right."""
+    if isinstance(tree, Bound):
+        return [tree]
+    return [leaf for part in tree.parts for leaf in leaves(part)]  # type: ignore[arg-type]
+
+
+def _own_place(array: NDArray[Any]) -> tuple[int, tuple[int, ...]]:
+    return array.ctypes.data, array.strides
+
+
+def words(
+    tree: Tree, place: Callable[[NDArray[Any]], tuple[int, tuple[int, ...]]] = _own_place
+) -> list[int]:
+    """Return what the functions are bound to as 8-byte words, in the order of the tree.
+
+    Parameters
+    ----------
+    tree : Bound or Combination
+        The functions.
+    place : callable, optional
+        Returns the address and the byte strides at which compiled code finds an array; by default
+        where it is.
+
+    Returns
+    -------
+    list of int
+        As `nattn.vectors.lanes.Layout` has them, of 64 bits with a sign.
+    """
+    found: list[int] = []
+    for x in (value for leaf in leaves(tree) for value in leaf.values):
+        if isinstance(x, np.ndarray):
+            address, strides = place(x)
+            found += [address, *x.shape, *strides]
+        elif isinstance(x, float):
+            found += struct.unpack("q", struct.pack("d", x))
+        else:
+            found.append(int(x))
+    return found
+
+
+# Compilation
+
+
+class Tools(NamedTuple):
+    """What a target compiles functions of lanes with.
+
+    Attributes
+    ----------
+    inlined : callable
+        Decorator of functions that compiled code may call.
+    call_arguments, as_condition : intrinsic
+        Those of `nattn.vectors.lanes`, as the target knows them.
+    """
+
+    inlined: Callable[..., Any]
+    call_arguments: Any
+    as_condition: Any
+
+
+Evaluate = Callable[..., Any]
+
+
+def evaluator(tree: Tree, first: int, tools: Tools, convert: Any) -> tuple[Evaluate, int]:
+    """Return ``f(tile, params, outside, args)`` to be compiled for a tree, and the next word.
+
+    `args` is what the functions are called with, `params` the address of the words of what they
+    are bound to, from word `first` on. A composition converts each score with ``convert(tile, x)``.
+    """
+    if isinstance(tree, Bound):
+        layout = Layout(tree.order, tuple(map(_kind, tree.values)), first)
+        function, call_arguments = compilable(tree.function, tools.inlined), tools.call_arguments
+
+        def leaf(tile: Any, params: Any, outside: Any, args: Any) -> Any:
+            return function(*call_arguments(tile, layout, args, params, outside))
+
+        return tools.inlined(leaf), first + layout.words
+    parts = []
+    for part in tree.parts:
+        evaluate, first = evaluator(part, first, tools, convert)  # type: ignore[arg-type]
+        parts.append(evaluate)
+    joined = parts[0]
+    if tree.operator == "not":
+        joined = _negated(joined, tools)
+    for part in parts[1:]:
+        if tree.operator == "compose":
+            joined = _composed(joined, part, tools, convert)
+        else:
+            joined = (_both if tree.operator == "and" else _either)(joined, part, tools)
+    return joined, first
+
+
+def compilable(function: Any, inlined: Callable[..., Any]) -> Evaluate:
+    """Return a copy of a plain function that compiled code can call."""
+    copy, helpers = binding.frozen(function)
+    for helper in helpers:
+        inlined(helper)
+    result: Evaluate = inlined(copy)
+    return result
+
+
+def _negated(f: Evaluate, tools: Tools) -> Any:
+    as_condition = tools.as_condition
+
+    def negated(tile: Any, params: Any, outside: Any, args: Any) -> Any:
+        return ~as_condition(tile, f(tile, params, outside, args))
+
+    return tools.inlined(negated)
+
+
+def _both(f: Evaluate, g: Evaluate, tools: Tools) -> Any:
+    as_condition = tools.as_condition
+
+    def both(tile: Any, params: Any, outside: Any, args: Any) -> Any:
+        x = as_condition(tile, f(tile, params, outside, args))
+        return x & as_condition(tile, g(tile, params, outside, args))
+
+    return tools.inlined(both)
+
+
+def _either(f: Evaluate, g: Evaluate, tools: Tools) -> Any:
+    as_condition = tools.as_condition
+
+    def either(tile: Any, params: Any, outside: Any, args: Any) -> Any:
+        x = as_condition(tile, f(tile, params, outside, args))
+        return x | as_condition(tile, g(tile, params, outside, args))
+
+    return tools.inlined(either)
+
+
+def _composed(f: Evaluate, g: Evaluate, tools: Tools, convert: Any) -> Any:
+    def composed(tile: Any, params: Any, outside: Any, args: Any) -> Any:
+        score = convert(tile, f(tile, params, outside, args))
+        return g(tile, params, outside, (score, *args[1:]))
+
+    return tools.inlined(composed)
+
+
+# Errors
+
+
+def explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
+    """Say which line of a user's function is the trouble, why, and what to do.
+
+    Numba's text holds it all: every call on the way from the line, and what each candidate said.
+    """
+    text = str(error)
+    plain = [f for leaf in leaves(tree) for f in (leaf.function, *binding.helpers(leaf.function))]
+    by_file = {f.__code__.co_filename: f.__name__ for f in plain}
+    where = " and ".join(leaf.function.__name__ for leaf in leaves(tree))
+    for file, line in re.findall(r"[Dd]uring: typing of .*? at (.+?) \((\d+)\)", text):
+        if file in by_file:
+            source = linecache.getline(file, int(line)).strip()
+            where = f'"{file}", line {line}' + (f": {source}" if source else "")
+            break
+    ours = "|".join(("leaf", "negated", "both", "either", "composed", *by_file.values()))
+    reasons = [
+        r"(?:TypingError: |nopython mode pipeline.*\n\s*)(?=\S)(?!Failed in|No implementation)(.+)",
+        r"((?:Untyped global name|Unknown attribute|NameError:|Cannot unify|Unsupported) .+)",
+        rf">>> (?!(?:{ours})\()(.+)",
+    ]
+    reason = text.strip().splitlines()[-1]
+    for pattern in reasons:
+        found = re.findall(pattern, text)
+        if found:
+            reason = found[-1] if ">>>" not in pattern else f"there is no {found[-1]}"
+            break
+    reason = re.sub(r"Lanes\((\w+) x \d+[^()]*\)", r"lanes of \1", reason)
+    return TypeError(
+        f"{name}: expected a function that SIMD lanes can express: arithmetic, comparisons, & | ~, "
+        f"np.where in place of if, and NumPy's elementwise functions; got {where}\n{reason}"
+    )
+
+
+def raise_outside(names: tuple[str, ...], troubles: int) -> None:
+    """Raise the error that compiled functions could only note: bit n for the n-th of the names.
+
+    Raises
+    ------
+    IndexError
+        If a bound array was indexed out of range for a key that its row sees.
+    """
+    for n, name in enumerate(names):
+        if troubles >> n & 1:
+            raise IndexError(
+                f"{name}: expected indices within the arrays that the function is bound to, got "
+                "one out of range for a visible pair of query and key; the output is undefined"
+            )
