@@ -41,8 +41,9 @@ from nattn.call.problem import Problem
 from nattn.functions import binding, masks, mods
 from nattn.functions.binding import MASK_MOD, SCORE_MOD
 from nattn.functions.on_lanes import Source
-from nattn.vectors import dual, lanes
+from nattn.vectors import dual
 from nattn.vectors.lanes import Lanes, Tile
+from nattn.vectors.lanes.operators import BINARY, COMPARISON, TERNARY, UNARY
 
 if SIMULATED:
     pytest.skip("the simulator has no compiler", allow_module_level=True)
@@ -142,7 +143,7 @@ def test_every_function_compiles_with_its_derivative(dtype: str) -> None:
 
 def others() -> Iterator[tuple[Any, int, str]]:
     """Yield what the tables of lanes hold beside: functions that give integers or booleans."""
-    tables = (lanes.UNARY, 1), (lanes.BINARY, 2), (lanes.COMPARISON, 2), (lanes.TERNARY, 3)
+    tables = (UNARY, 1), (BINARY, 2), (COMPARISON, 2), (TERNARY, 3)
     for table, arity in tables:
         for function, operation in table.items():
             for kind in ("float32", "int64"):

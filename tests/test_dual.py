@@ -27,8 +27,10 @@ from nattn.backends.cpu import score
 from nattn.functions import binding, mods, on_lanes
 from nattn.vectors import dual, lanes
 from nattn.vectors.dual import Dual, chain, seed, tangent, value
-from nattn.vectors.elementary import I64
 from nattn.vectors.lanes import Lanes, Tile
+from nattn.vectors.lanes.conversions import as_lanes
+from nattn.vectors.lanes.memory import emit_store
+from nattn.vectors.vector import I64
 
 Array = NDArray[Any]
 
@@ -56,13 +58,13 @@ def _store_each(typingctx: Any, tile: Any, address: Any, pitch: Any, results: An
             kind = "dual" if isinstance(ty, Dual) else "lanes"
             if plain.dtype == types.boolean:
                 kind = "bool"
-            lanes._store(b, at, I64(KINDS.index(kind)))
+            emit_store(b, at, I64(KINDS.index(kind)))
             parts = [b.extract_value(x, 0), b.extract_value(x, 1)] if kind == "dual" else [x]
             for m, part in enumerate(parts):
-                wide = lanes._operand(context, b, part, plain, real).value
-                lanes._store(b, b.add(at, I64(8 + m * size)), wide)
+                wide = as_lanes(context, b, part, plain, real).value
+                emit_store(b, b.add(at, I64(8 + m * size)), wide)
             at = b.add(at, args[2])
-        lanes._store(b, at, I64(-1))
+        emit_store(b, at, I64(-1))
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64, results), codegen
@@ -590,7 +592,7 @@ def test_every_function_has_a_rule_and_is_tested() -> None:
 def test_constructors_and_accessors(tile: Tile) -> None:
     one, row = Tile(tile.dtype, 1, 1, 1), tile.W * tile.itemsize
 
-    def run(x: int, dx: int, out: int) -> None:
+    def run(x: int, dx: int, n: int, out: int) -> None:
         d = dual.dual(lanes.load(tile, x), lanes.load(tile, dx))
         first = dual.dual(lanes.load(one, x), 3)
         lanes.store(out, value(tile, d))
@@ -604,8 +606,8 @@ def test_constructors_and_accessors(tile: Tile) -> None:
         # what does not depend on the score
         lanes.store(out + 8 * row, value(tile, lanes.load(tile, x)))
         lanes.store(out + 9 * row, tangent(tile, lanes.load(tile, x)))
-        lanes.store(out + 10 * row, value(tile, lanes.iota(tile, 5)))
-        lanes.store(out + 11 * row, tangent(tile, dual.as_dual(tile, lanes.iota(tile, 5))))
+        lanes.store(out + 10 * row, value(tile, lanes.load_int32(tile, n)))
+        lanes.store(out + 11 * row, tangent(tile, dual.as_dual(tile, lanes.load_int32(tile, n))))
         lanes.store(out + 12 * row, value(tile, 7))
         lanes.store(out + 13 * row, chain(tile, lanes.load(tile, dx), 0.5))
 
@@ -613,13 +615,14 @@ def test_constructors_and_accessors(tile: Tile) -> None:
     x[-1] = -inf
     dx = np.where(np.arange(tile.W) % 3 == 1, 0, x - 7).astype(tile.dtype)
     out = np.full((14, tile.W), nan, tile.dtype)
-    jit(run, types.void(*[types.int64] * 3))(x.ctypes.data, dx.ctypes.data, out.ctypes.data)
+    count = np.arange(5, tile.W + 5, dtype=np.int32)
+    addresses = (a.ctypes.data for a in (x, dx, count, out))
+    jit(run, types.void(*[types.int64] * 4))(*addresses)
     hidden = x == -inf
     slope = np.where(hidden, 0, dx)
     with np.errstate(invalid="ignore"):
         product = np.where(hidden, 0, dx * dx)
     first = 0 if tile.W == 1 else 3  # that of a hidden key is 0
-    count = np.arange(5, tile.W + 5)
     expected = [x, slope, x[0], first, ~hidden, product, x[0], first, x, 0, count, 0, 7, 0]
     np.testing.assert_array_equal(out, [np.broadcast_to(e, tile.W) for e in expected])
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nattn.backends.cpu import tiles
 from nattn.vectors import elementary
-from nattn.vectors.elementary import Vector, vector_type
+from nattn.vectors.vector import Vector, vector_type
 
 Array = NDArray[Any]
 Emitter = Callable[[Vector, Vector], Vector]

@@ -16,11 +16,10 @@ import pytest
 from numpy.typing import NDArray
 
 import nattn
-from nattn.applications import command_line
-from nattn.applications import bench
+from nattn.applications import bench, command_line
 from nattn.functions import mods
 from nattn.functions.masks import Mask
-from nattn.vectors import lanes
+from nattn.vectors.lanes.operators import BINARY, UNARY
 
 Array = NDArray[Any]
 
@@ -103,7 +102,7 @@ def test_the_five_functions_do_what_they_say(
 def test_the_list_of_functions_is_complete(text: str) -> None:
     sentence = text.split("and NumPy's")[1].split("\n- ")[0]
     named = {getattr(np, name) for name in re.findall(r"`(\w+)`", sentence)}
-    known = {f for f in (*lanes.UNARY, *lanes.BINARY) if isinstance(f, np.ufunc)}
+    known = {f for f in (*UNARY, *BINARY) if isinstance(f, np.ufunc)}
     assert named == known | {np.where, np.clip, np.float32, np.float64}
 
 

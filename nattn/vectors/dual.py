@@ -40,9 +40,11 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer, infer_global
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
 
-from . import elementary, lanes
-from .elementary import Vector
-from .lanes import Lanes
+from . import elementary
+from .lanes.conversions import as_lanes
+from .lanes.operators import BINARY, COMPARISON, TERNARY, UNARY
+from .lanes.types import Lanes, common
+from .vector import Vector, constant
 
 
 class Dual(types.Type):
@@ -65,7 +67,7 @@ class Dual(types.Type):
 
     def unify(self, typingctx: Any, other: Any) -> Dual | None:
         """Return the type of a variable that is assigned both."""
-        to = lanes._common((self.lanes, _plain(other)))
+        to = common((self.lanes, _plain(other)))
         return None if to is None else Dual(to)
 
 
@@ -111,7 +113,7 @@ class Tangent:
         if self.vector is None:
             return self
         nothing = self.vector.cmp("==", 0.0) | factor.cmp("==", 0.0)
-        product = elementary._clamp(self.vector * factor, -_largest(factor), _largest(factor))
+        product = elementary.clamp(self.vector * factor, -_largest(factor), _largest(factor))
         return Tangent(nothing.where(0.0, product))
 
     def __truediv__(self, divisor: Vector) -> Tangent:
@@ -248,7 +250,7 @@ def _value(b: Any, x: Any, ty: Any) -> Any:
 def _tangent(context: Any, b: Any, x: Any, ty: Any, to: Lanes) -> Tangent:
     if not isinstance(ty, Dual):
         return NONE
-    return Tangent(lanes._operand(context, b, b.extract_value(x, 1), ty.lanes, to))
+    return Tangent(as_lanes(context, b, b.extract_value(x, 1), ty.lanes, to))
 
 
 def _pair(value: Vector, tangent: Tangent) -> Any:
@@ -298,7 +300,7 @@ def _define(function: Any, arity: int, rule: Rule | None) -> None:
         to = sig.return_type.lanes
         operands: list[Any] = []
         for a, t in zip(args, sig.args, strict=True):
-            x = lanes._operand(context, b, _value(b, a, t), _plain(t), to)
+            x = as_lanes(context, b, _value(b, a, t), _plain(t), to)
             literal = isinstance(t, types.IntegerLiteral)
             operands += [x.const(t.literal_value) if literal else x, _tangent(context, b, a, t, to)]
         z = Vector(b, z)
@@ -317,7 +319,7 @@ def functions() -> Iterator[tuple[Any, int, bool]]:
     Those that give floats need a rule.
     """
     some = Lanes(types.float32, 8)
-    tables = (lanes.UNARY, 1), (lanes.BINARY, 2), (lanes.COMPARISON, 2), (lanes.TERNARY, 3)
+    tables = (UNARY, 1), (BINARY, 2), (COMPARISON, 2), (TERNARY, 3)
     for table, arity in tables:
         for function, operation in table.items():
             found = operation.types((some,) * arity)
@@ -385,7 +387,7 @@ _teach(operator.getitem, _refuse_index)
 def _cast_to_dual(context: Any, b: Any, fromty: Any, toty: Any, value: Any) -> Any:
     """Give a variable that is assigned more than once its one type."""
     to = toty.lanes
-    plain = lanes._operand(context, b, _value(b, value, fromty), _plain(fromty), to)
+    plain = as_lanes(context, b, _value(b, value, fromty), _plain(fromty), to)
     return _pair(plain, _tangent(context, b, value, fromty, to))
 
 
@@ -401,7 +403,7 @@ def dual(typingctx: Any, value: Any, tangent: Any) -> Any:
         return None
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        slope = lanes._operand(context, b, args[1], sig.args[1], value)
+        slope = as_lanes(context, b, args[1], sig.args[1], value)
         return _pair(Vector(b, args[0]), Tangent(slope))
 
     return Dual(value)(value, tangent), codegen
@@ -440,7 +442,7 @@ def value(typingctx: Any, tile: Any, x: Any) -> Any:
     to = tile.real
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return lanes._operand(context, b, _value(b, args[1], x), _plain(x), to).value
+        return as_lanes(context, b, _value(b, args[1], x), _plain(x), to).value
 
     return to(tile, x), codegen
 
@@ -449,8 +451,8 @@ def _slope(context: Any, b: Any, x: Any, ty: Any, to: Lanes) -> Vector:
     """Return the derivative of what a function returned; 0 where that hides a key."""
     slope = _tangent(context, b, x, ty, to).vector
     if slope is None:
-        return Vector(b, elementary.constant(to.llvm, 0.0))
-    plain = lanes._operand(context, b, _value(b, x, ty), _plain(ty), to)
+        return Vector(b, constant(to.llvm, 0.0))
+    plain = as_lanes(context, b, _value(b, x, ty), _plain(ty), to)
     return plain.cmp("==", -math.inf).where(0.0, slope)
 
 

@@ -30,7 +30,7 @@ from numba.core import config
 from numba.core.errors import NumbaPerformanceWarning
 
 from ...vectors import elementary
-from ...vectors.elementary import I32, I64, Vector
+from ...vectors.vector import I32, I64, Vector
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 """Whether kernels run as plain Python, on the host's memory."""

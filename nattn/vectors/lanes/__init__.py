@@ -1,0 +1,155 @@
+"""The vocabulary of kernels: SIMD vectors for Numba, and the few machine operations they need.
+
+Numba compiles scalars; whether a loop over them becomes vector code is up to LLVM's
+auto-vectoriser, and a register tile is more than it will find. So this module gives Numba a vector
+type: ``Lanes(dtype, width)`` lowers to LLVM's ``<width x dtype>``, and arithmetic, comparisons and
+the NumPy functions listed below work on it as they do on scalars, with scalars broadcast:
+
+    + - * / // % **   unary + -   < <= > >= == !=   & | ^ ~ << >>   abs min max
+    np.where  np.minimum  np.maximum  np.clip  np.logical_and  np.logical_or  np.logical_not
+    np.abs  np.sign  np.sqrt  np.square  np.power  np.exp  np.exp2  np.expm1  np.log  np.log1p
+    np.tanh  np.sin  np.cos  np.floor  np.ceil  np.trunc  np.rint
+    np.isfinite  np.isinf  np.isnan  np.float32  np.float64, and math's twins of these
+
+    array[lanes]   a gather: an element of an array that a function is bound to, for every lane
+
+LLVM splits a vector that is wider than the processor's registers and pads one that is narrower, so
+every width works on every machine and one process can test them all.
+
+A kernel says which vectors it works on with a `Tile`: a compile-time value (it has no bits at run
+time) that carries the float type, the width W and the shape of the register tile. Memory is
+reached by byte address, with no alignment asked for: ``load(tile, address)``.
+
+No operation here carries fast-math flags: NaN and Inf keep their meaning. ``fma`` is
+``llvm.fmuladd``: one instruction where the processor has it and two where it has not
+(``llvm.fma`` would call a library function there, 60 times slower).
+
+This folder, `elementary`, which holds the formulas, and `dual`, which differentiates them, are all
+that speaks LLVM on the CPU side. What a kernel may say is listed here; its own rooms are
+
+    types            the types of vectors and of the tile
+    conversions      a scalar or lanes as lanes of another type
+    operators        operators and NumPy's functions: the tables above
+    memory           lanes and numbers by byte address, and atomic updates
+    records          records in memory, of which the fields have names
+    register_tile    the outer products that a kernel spends its time in
+    strided          rows that lie anywhere, in any storage type
+    bound_arrays     arrays that users' functions are bound to
+    user_functions   what users' functions are called with, and what they return
+"""
+
+from .bound_arrays import (
+    clear_outside,
+    new_outside,
+    outside_bits,
+)
+from .memory import (
+    atomic_add,
+    atomic_or,
+    load,
+    load_int32,
+    load_old,
+    prefetch,
+    read,
+    read_int8,
+    read_int64,
+    splat,
+    store,
+    write,
+    write_int8,
+    write_int32,
+    write_int64,
+)
+from .operators import (
+    exp2_nonpositive,
+    fma,
+    lane_of,
+    sign_bit,
+)
+from .records import (
+    Struct,
+    view,
+)
+from .register_tile import (
+    add_tile,
+    outer_fma,
+    outer_fma_visible,
+    rescale_add_tile,
+    store_tile,
+    zeros,
+)
+from .strided import (
+    gather_transposed,
+    join_pairs,
+    load_lanes,
+    load_splat,
+    part_pairs,
+    scatter_add_transposed,
+    scatter_transposed,
+    store_panels,
+)
+from .types import (
+    Lanes,
+    Tile,
+)
+from .user_functions import (
+    INDEX_BOUND,
+    Layout,
+    as_condition,
+    as_score,
+    call_arguments,
+    call_tile_function,
+    load_index,
+    uniform_index,
+)
+
+__all__ = [
+    "INDEX_BOUND",
+    "Lanes",
+    "Layout",
+    "Struct",
+    "Tile",
+    "add_tile",
+    "as_condition",
+    "as_score",
+    "atomic_add",
+    "atomic_or",
+    "call_arguments",
+    "call_tile_function",
+    "clear_outside",
+    "exp2_nonpositive",
+    "fma",
+    "gather_transposed",
+    "join_pairs",
+    "lane_of",
+    "load",
+    "load_index",
+    "load_int32",
+    "load_lanes",
+    "load_old",
+    "load_splat",
+    "new_outside",
+    "outer_fma",
+    "outer_fma_visible",
+    "outside_bits",
+    "part_pairs",
+    "prefetch",
+    "read",
+    "read_int8",
+    "read_int64",
+    "rescale_add_tile",
+    "scatter_add_transposed",
+    "scatter_transposed",
+    "sign_bit",
+    "splat",
+    "store",
+    "store_panels",
+    "store_tile",
+    "uniform_index",
+    "view",
+    "write",
+    "write_int8",
+    "write_int32",
+    "write_int64",
+    "zeros",
+]

@@ -1,0 +1,186 @@
+"""Calling users' functions on lanes: what they are called with, and what they return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.core.imputils import lower_constant
+from numba.extending import intrinsic, models, register_model, typeof_impl
+
+from ..vector import I32, I64, Vector
+from .bound_arrays import BoundArrayType
+from .conversions import as_lanes, broadcast
+from .memory import emit_load, emit_load_constant
+from .types import Lanes
+
+INDEX_BOUND = 1 << 28
+"""Magnitude up to which indices are int32 lanes: sums and differences of several still fit."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the parameters of a function are passed, and what it is bound to lies in memory.
+
+    Attributes
+    ----------
+    order : tuple of int
+        For each parameter n, if it is argument n of the call, or -1 - m: it is bound value m.
+    kinds : tuple
+        For each bound value ("int",), ("float",), ("bool",) or ("array", dtype name, ndim, far).
+        A number takes one 8-byte word (a float as float64); an array 1 + 2 ndim: its address,
+        shape and byte strides. An array that is not `far` has fewer than 2**31 elements along
+        each axis and strides that fit 32 bits.
+    first : int
+        Number of the first word.
+    """
+
+    order: tuple[int, ...]
+    kinds: tuple[tuple[Any, ...], ...]
+    first: int
+
+    @property
+    def words(self) -> int:
+        """Number of words of the bound values."""
+        return sum(1 + 2 * kind[2] if kind[0] == "array" else 1 for kind in self.kinds)
+
+
+class LayoutType(types.Opaque):
+    """The Numba type of a `Layout`; the type is the value."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        super().__init__(name=repr(layout))
+
+
+@typeof_impl.register(Layout)
+def _typeof_layout(val: Layout, c: Any) -> LayoutType:
+    return LayoutType(val)
+
+
+register_model(LayoutType)(models.OpaqueModel)
+
+
+@lower_constant(LayoutType)
+def _constant_layout(context: Any, builder: Any, ty: Any, pyval: Any) -> Any:
+    return context.get_dummy_value()
+
+
+@intrinsic
+def call_arguments(
+    typingctx: Any, tile: Any, layout: Any, args: Any, params: Any, outside: Any
+) -> Any:
+    """Return the arguments of a function as a tuple, in the order of its parameters.
+
+    `args` is the tuple of what it is called with, `params` the address of the words of what it is
+    bound to, `outside` a `new_outside`.
+    """
+    lay, real = layout.layout, tile.real
+
+    def type_of(kind: tuple[Any, ...]) -> Any:
+        if kind[0] == "array":
+            return BoundArrayType(kind[1], kind[2], kind[3], real)
+        return {"int": types.int64, "float": real.dtype, "bool": types.boolean}[kind[0]]
+
+    bound = [type_of(kind) for kind in lay.kinds]
+    to = types.Tuple([args.types[n] if n >= 0 else bound[-1 - n] for n in lay.order])
+
+    def codegen(context: Any, b: Any, sig: Any, values: Any) -> Any:
+        word = lay.first
+
+        def read(ty: Any = I64) -> Any:
+            nonlocal word
+            word += 1
+            return emit_load_constant(b, b.add(values[3], I64(8 * (word - 1))), ty)
+
+        made = []
+        for kind, ty in zip(lay.kinds, bound, strict=True):
+            if kind[0] == "float":
+                number = read(ir.DoubleType())
+                made.append(context.cast(b, number, types.float64, real.dtype))
+            elif kind[0] == "int":
+                made.append(read())
+            elif kind[0] == "bool":
+                made.append(b.icmp_signed("!=", read(), I64(0)))
+            else:
+                array = cgutils.create_struct_proxy(ty)(context, b)
+                array.address = read()
+                for axes in ("shape", "strides"):
+                    numbers = [read() for _ in range(ty.ndim)]
+                    setattr(array, axes, context.make_tuple(b, ty.axes, numbers))
+                array.outside = values[4]
+                made.append(array._getvalue())
+        out = [b.extract_value(values[2], n) if n >= 0 else made[-1 - n] for n in lay.order]
+        return context.make_tuple(b, to, out)
+
+    return to(tile, layout, args, params, outside), codegen
+
+
+@intrinsic
+def call_tile_function(
+    typingctx: Any, function: Any, scores: Any, deriv: Any, ctx: Any, params: Any
+) -> Any:
+    """Call the tile function at an address: int64 (scores, deriv, ctx, params), all addresses."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        fn = b.inttoptr(args[0], ir.FunctionType(I64, [I64] * 4).as_pointer())
+        return b.call(fn, args[1:])
+
+    return types.int64(*[types.int64] * 5), codegen
+
+
+@intrinsic(prefer_literal=True)
+def uniform_index(typingctx: Any, tile: Any, dtype: Any, x: Any) -> Any:
+    """Return an index that is the same for all lanes, as "int32" (it must be small) or "int64"."""
+    to = Lanes(getattr(types, dtype.literal_value), 1, tile.real.dtype, INDEX_BOUND)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = context.cast(b, args[2], sig.args[2], types.int64)
+        return broadcast(b, b.trunc(value, I32) if to.dtype == types.int32 else value, 1)
+
+    return to(tile, dtype, types.unliteral(x)), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_index(typingctx: Any, tile: Any, dtype: Any, address: Any, offset: Any) -> Any:
+    """Return W int64 from a byte address, plus an offset, as "int32" or "int64" index lanes."""
+    to = Lanes(getattr(types, dtype.literal_value), tile.real.width, tile.real.dtype, INDEX_BOUND)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        wide = Vector(b, emit_load(b, args[2], to.of(types.int64).llvm))
+        value = (wide + Vector(b, broadcast(b, args[3], to.width))).value
+        return b.trunc(value, to.llvm) if to.dtype == types.int32 else value
+
+    return to(tile, dtype, types.int64, types.int64), codegen
+
+
+@intrinsic
+def as_score(typingctx: Any, tile: Any, x: Any) -> Any:
+    """Convert what a modifier returned to the tile's float lanes."""
+    to = tile.real
+    kind = x.dtype if isinstance(x, Lanes) else x
+    if not isinstance(kind, types.Integer | types.Float) or isinstance(kind, types.Boolean):
+        raise TypingError(f"expected a number to be returned, got {x}")
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return as_lanes(context, b, args[1], sig.args[1], to).value
+
+    return to(tile, x), codegen
+
+
+@intrinsic
+def as_condition(typingctx: Any, tile: Any, x: Any) -> Any:
+    """Convert what a mask function returned to boolean lanes."""
+    to = tile.real.of(types.boolean)
+    kind = x.dtype if isinstance(x, Lanes) else x
+    if not isinstance(kind, types.Boolean):
+        raise TypingError(f"expected True or False to be returned, got {x}")
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return as_lanes(context, b, args[1], sig.args[1], to).value
+
+    return to(tile, x), codegen
