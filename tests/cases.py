@@ -13,17 +13,10 @@ from numpy.typing import NDArray
 
 import nattn
 from nattn.backends import reference
+from nattn.backends.error_budget import ErrorBudget, error_budget, pair_budget, stored, sum_budget
 from nattn.call.problem import WRT, Problem
 from nattn.functions import masks, mods
-from nattn.vectors.dtypes import (
-    ErrorBudget,
-    error_budget,
-    gradient_dtype,
-    pair_budget,
-    storage_name,
-    stored,
-    sum_budget,
-)
+from nattn.vectors.dtypes import gradient_dtype, storage_name
 
 Array = NDArray[Any]
 Option = Callable[["Case", np.random.Generator], Any]
@@ -478,7 +471,7 @@ def visible_pairs(p: Problem) -> NDArray[np.bool_]:
 
 
 def budget(p: Problem, visible: NDArray[np.bool_]) -> ErrorBudget:
-    """Return the error budget of every row (`nattn.vectors.dtypes.error_budget` derives it).
+    """Return the error budget of every row (`nattn.backends.error_budget` derives it).
 
     What is not finite has no error; such elements are compared by kind, not by distance.
     """
@@ -602,7 +595,7 @@ def as_given(p: Problem, name: str, x: Array) -> Array:
 
 
 def gradient_budget(t: Truth, dout: Array, dlse: Array) -> dict[str, Array]:
-    """Return the error budget of every gradient (`nattn.vectors.dtypes.pair_budget` derives it).
+    """Return the error budget of every gradient (`nattn.backends.error_budget` derives it).
 
     What is not finite has no error; it counts for nothing in the budget of what is.
     """

@@ -50,10 +50,12 @@ from cases import (
 from numpy.typing import NDArray
 
 import nattn
+from nattn.backends.error_budget import error_budget
 from nattn.call.problem import WRT, Problem
 from nattn.functions import binding, masks
-from nattn.functions.mods import compose, keep
-from nattn.vectors.dtypes import error_budget, storage_dtype
+from nattn.functions.dropout import keep
+from nattn.functions.mods import compose
+from nattn.vectors.dtypes import storage_dtype
 
 Array = NDArray[Any]
 Suite = dict[str, Callable[[], None]]

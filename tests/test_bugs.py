@@ -28,9 +28,9 @@ from cases import (
 
 import nattn
 from nattn.backends import reference
+from nattn.backends.error_budget import error_budget
 from nattn.call.problem import WRT, Problem
-from nattn.functions.mods import keep
-from nattn.vectors.dtypes import error_budget
+from nattn.functions.dropout import keep
 
 nan, inf = np.nan, np.inf
 

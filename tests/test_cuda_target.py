@@ -25,7 +25,7 @@ from numba.core import config
 from numba.extending import intrinsic
 
 from nattn.backends.cuda import target
-from nattn.vectors import dtypes
+from nattn.backends.error_budget import UNIT
 
 Array = NDArray[Any]
 
@@ -197,7 +197,7 @@ def test_all_numbers_of_16_bits_return_to_their_bits() -> None:
         number = ~np.isnan(x)
         np.testing.assert_array_equal(back[number], stored_bits(storage)[number])
         assert np.isnan(meaning(storage, back[~number])).all()
-        assert dtypes.UNIT[storage] == float((x[x > 1].min() - 1) / 2)
+        assert UNIT[storage] == float((x[x > 1].min() - 1) / 2)
 
 
 @pytest.mark.parametrize("of", [np.float32, np.float64, np.int64])

@@ -23,6 +23,7 @@ from cases import CASES, Case, OnDevice, gaussian, incoming, qkv
 import nattn
 from nattn import backends
 from nattn.backends import reference
+from nattn.backends.error_budget import UNIT
 from nattn.call import device_arrays
 from nattn.call.device_arrays import DeviceArray, describe, kind_of, plain
 from nattn.call.problem import WRT, Problem
@@ -340,7 +341,7 @@ def test_tensors_of_torch(torch: Any) -> None:
     assert str(x) == "DeviceArray(shape=(4, 3), dtype=bfloat16, on GPU 3)"
     kind = kind_of(x)
     assert (kind.name, kind.device, kind.stream) == ("torch", 3, 1234)
-    for storage in dtypes.UNIT:
+    for storage in UNIT:
         made = kind.empty((2, 3), storage)
         assert type(made) is Tensor
         assert (made.shape, made.array.dtype.name, made.device.index) == ((2, 3), storage, 3)

@@ -42,8 +42,8 @@ from nattn.backends import load as load_backend
 from nattn.backends import reference
 from nattn.backends.cpu import threads
 from nattn.backends.cpu.tiles import choose_tile
+from nattn.backends.error_budget import error_budget, pair_budget, stored, sum_budget
 from nattn.call.problem import Problem
-from nattn.vectors.dtypes import error_budget, pair_budget, stored, sum_budget
 
 Array = NDArray[Any]
 nan, inf = np.nan, np.inf
@@ -196,7 +196,7 @@ def check_map(
     """Compare a map with the truth.
 
     A block sums the weights of up to ``m`` keys in each of ``r`` rows. Rescaling to a new maximum
-    costs no more than another rounding for each (`nattn.vectors.dtypes.error_budget`, 3.).
+    costs no more than another rounding for each (`nattn.backends.error_budget.error_budget`, 3.).
     """
     at = look(q, k, **options) if at is None else at
     p = at.problem

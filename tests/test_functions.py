@@ -592,7 +592,7 @@ import functools, sys
 sys.path.insert(0, {tests!r})
 import numpy as np
 import registry
-from nattn import functions, masks, mods
+from nattn.functions import binding, dropout
 
 def leaves(tree):
     if isinstance(tree, binding.Bound):
@@ -603,7 +603,7 @@ sizes = registry.Sizes(2, 3, 8, 8)
 for name, mod in registry.MODS.items():
     made = mod.build(sizes, registry.generator(name))
     print(name, *leaves(binding.resolve(name, made, binding.SCORE_MOD)))
-print(binding.digest(mods.philox), [f.__name__ for f in binding.helpers(mods.philox)])
+print(binding.digest(dropout.philox), [f.__name__ for f in binding.helpers(dropout.philox)])
 """
 
 

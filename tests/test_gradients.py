@@ -36,11 +36,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import nattn
+from nattn.backends.error_budget import error_budget
 from nattn.call.problem import WRT, Problem
 from nattn.functions import masks, on_arrays
 from nattn.functions.binding import SCORE_MOD, resolve
 from nattn.vectors import dual
-from nattn.vectors.dtypes import error_budget
 
 Array = NDArray[Any]
 

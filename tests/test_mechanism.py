@@ -19,9 +19,9 @@ from cases import gaussian
 from numpy.typing import NDArray
 
 import nattn
+from nattn.backends.error_budget import error_budget
 from nattn.nn import MultiHeadAttention, SelfAttention
 from nattn.positional import Alibi, LearnedTable, Rotary, Sinusoidal
-from nattn.vectors.dtypes import error_budget
 
 Array = NDArray[Any]
 FLOAT64 = np.dtype(np.float64)

@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import nattn
+from nattn.backends.error_budget import error_budget, pair_budget
 from nattn.nn import MultiHeadAttention, SelfAttention
 from nattn.positional import Alibi, LearnedTable, Rotary, Sinusoidal, T5Bias, rotary_frequencies
 from nattn.vectors import dtypes
@@ -61,7 +62,7 @@ class Bounded:
         return Bounded(self.x * y.x, e + self.u * self.size * y.size, self.u)
 
     def __matmul__(self, y: Bounded) -> Bounded:
-        """Sum in any order: `dtypes.sum_budget`."""
+        """Sum in any order: `sum_budget`."""
         e = np.abs(self.x) @ y.e + self.e @ y.size
         n = self.x.shape[-1]
         return Bounded(self.x @ y.x, e + (n + 3) * self.u * (self.size @ y.size), self.u)
@@ -99,11 +100,11 @@ def softmax_attention(
     E, S, V = scores.e.max(axis=-1), scores.size.max(axis=-1), v.size.max(axis=(-1, -2))
     lse = np.log(np.exp(s).sum(axis=-1))
     p = np.exp(s - lse[..., None])
-    budget = dtypes.error_budget(dtype, n, S, V[..., None], D, score_error=E)
+    budget = error_budget(dtype, n, S, V[..., None], D, score_error=E)
     out = Bounded(p @ v.x, budget.out[..., None] + p @ v.e, q.u)
 
     dp, delta = dout @ v.T, (dout * out).sum(-1).of(lambda x: x[..., None])
-    pairs = dtypes.pair_budget(
+    pairs = pair_budget(
         dtype,
         p,
         np.where(hidden, 0.0, s - lse[..., None]),
@@ -344,7 +345,7 @@ def noise(layer: Any, inputs: dict[str, Array], args: dict[str, Any]) -> float:
     Q, K, V = (np.abs(y).max() for y in (q, k, v))
     S = scale * D * Q * K
     E = scale * D * (e_q * K + Q * e_k) + (D + 8) * u * (S + 8.0)  # 8: bias and slopes
-    budget = dtypes.error_budget(FLOAT64, Nk + 1, S + 8.0, V, D, score_error=E)
+    budget = error_budget(FLOAT64, Nk + 1, S + 8.0, V, D, score_error=E)
     rows = q.size // D
     e_o, w_o = budget.out + e_v, p.get("w_o", np.ones((1, 1)))
     e_y = w_o.sum(axis=0).max() * (e_o + (len(w_o) + 2) * u * V)

@@ -17,6 +17,7 @@ import nattn
 from nattn import positional
 from nattn.backends.cpu import rotary as kernels
 from nattn.backends.cpu import threads
+from nattn.backends.error_budget import error_budget, pair_budget, sum_budget
 from nattn.functions import mods
 from nattn.positional import (
     Alibi,
@@ -27,7 +28,6 @@ from nattn.positional import (
     rotary_frequencies,
     sinusoidal_encoding,
 )
-from nattn.vectors.dtypes import error_budget, pair_budget, sum_budget
 
 Array = NDArray[Any]
 U64 = 2.0**-53

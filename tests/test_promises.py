@@ -39,10 +39,11 @@ from cases import (
 )
 
 import nattn
+from nattn.backends.error_budget import error_budget
 from nattn.call.problem import WRT, Problem
 from nattn.functions import masks
-from nattn.functions.mods import compose, keep
-from nattn.vectors.dtypes import error_budget
+from nattn.functions.dropout import keep
+from nattn.functions.mods import compose
 
 nan, inf = np.nan, np.inf
 

@@ -14,7 +14,7 @@ from cases import CASES, Case, assert_near, check, check_gradients, qkv, truth
 import nattn
 from nattn.call.problem import Problem
 from nattn.functions.binding import Combination
-from nattn.functions.mods import keep
+from nattn.functions.dropout import keep
 
 nan, inf = math.nan, math.inf
 NARROW = [np.float16, ml_dtypes.bfloat16]

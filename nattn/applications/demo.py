@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from .. import backends
 from ..api import functional
+from ..backends.error_budget import error_budget
 from ..call.progress import Progress
-from ..vectors.dtypes import FLOAT32, error_budget
+from ..vectors.dtypes import FLOAT32
 from .measure import PeakMemory
 
 Array = NDArray[Any]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..call.problem import Problem
-from ..functions.mods import keep
+from ..functions.dropout import keep
 from ..functions.on_arrays import Dense
 
 Float64Array = NDArray[np.float64]

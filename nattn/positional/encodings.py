@@ -1030,7 +1030,7 @@ def _bands(
     num_buckets: int, bidirectional: bool, max_distance: int
 ) -> Iterator[tuple[int, int | None, int | None]]:
     """Yield each bucket with the first and the last ``kv_idx - q_idx`` in it, None where open."""
-    buckets = mods._t5_buckets(num_buckets, bidirectional, max_distance)
+    buckets = mods.t5_buckets(num_buckets, bidirectional, max_distance)
     reach = len(buckets) // 2
     starts = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), len(buckets)]
     for begin, end in itertools.pairwise(starts):

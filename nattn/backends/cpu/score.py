@@ -25,7 +25,7 @@ import numpy as np
 from numba.core.errors import NumbaError
 from numpy.typing import NDArray
 
-from ...functions import mods
+from ...functions import dropout
 from ...functions.binding import Tree
 from ...functions.on_lanes import Source, Tools, compilable, evaluator, explained, words
 from ...functions.on_lanes import (
@@ -375,7 +375,7 @@ def drop(tile, packed):
     """
     head = _head(packed, "int64")
     size, width = tile.itemsize, tile.W
-    philox = compilable(mods.philox, inlined)
+    philox = compilable(dropout.philox, inlined)
 
     def function(probs, deriv, context, params):
         c = view(CONTEXT, context)
@@ -407,6 +407,6 @@ def drop(tile, packed):
 
 def drop_function(tile: Tile, dropout_p: float, seed: int, packed: bool) -> TileFunction:
     """Return the tile function that drops probabilities."""
-    words = seed & 0xFFFFFFFF, seed >> 32, mods.drop_threshold(dropout_p)
+    words = seed & 0xFFFFFFFF, seed >> 32, dropout.drop_threshold(dropout_p)
     address = drop(Tile(tile.dtype, tile.W, 1, 1), packed)
     return TileFunction(address, np.array(words, np.int64))

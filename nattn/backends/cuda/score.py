@@ -27,8 +27,9 @@ from numba.core.errors import NumbaError, TypingError
 from numpy.typing import NDArray
 
 from ...call.problem import Problem
-from ...functions import mods, on_lanes
+from ...functions import on_lanes
 from ...functions.binding import Bound, Combination, Tree
+from ...functions.dropout import drop_threshold, philox
 from ...functions.on_arrays import Dense
 from ...functions.on_lanes import Source, Tools
 from ...vectors import dtypes, dual, lanes
@@ -198,7 +199,7 @@ def arguments(problem: Problem, memory: Memory, trouble: int) -> tuple[int, ...]
     found.append(trouble)
     dropout = p.dropout_p > 0.0
     found += [p.seed & 0xFFFFFFFF, p.seed >> 32] if dropout else [0, 0]
-    found.append(mods.drop_threshold(p.dropout_p) if dropout else 0)
+    found.append(drop_threshold(p.dropout_p) if dropout else 0)
     if SIMULATED:
         _try_out(functions_of(p), found[0])
     return tuple(found)
@@ -416,12 +417,12 @@ def _words4() -> Any:
 
         def words(a, b, h, i, four):
             c0, c1, c2, c3 = _indices(four, i, h, b)
-            found = mods.philox(c0, c1, c2, c3, a.seed_low, a.seed_high)
+            found = philox(c0, c1, c2, c3, a.seed_low, a.seed_high)
             return tuple(int(x[0]) for x in found)
 
         return words
-    philox = on_lanes.compilable(mods.philox, device)
-    return device(lambda a, b, h, i, four: philox(four, i, h, b, a.seed_low, a.seed_high))
+    mixed = on_lanes.compilable(philox, device)
+    return device(lambda a, b, h, i, four: mixed(four, i, h, b, a.seed_low, a.seed_high))
 
 
 # Compiled: on lanes of width 1
