@@ -33,7 +33,7 @@ from nattn.backends.cpu import score
 from nattn.backends.cpu.score import CONTEXT, OPERAND, OUTSIDE, TOPPED, TileFunction
 from nattn.functions import mods
 from nattn.functions.binding import MASK_MOD, SCORE_MOD, Tree, resolve
-from nattn.functions.on_arrays import Dense
+from nattn.functions.on_arrays import ArrayFunction
 from nattn.vectors.lanes import INDEX_BOUND, Tile
 
 Array = NDArray[Any]
@@ -169,7 +169,7 @@ S = 8.0
 def check_mod(mod: Mod, kind: Kind, rng: np.random.Generator) -> None:
     tree = resolve("score_mod", mod.build(SIZES, rng), SCORE_MOD)
     function = kind.compile("score_mod", tree)
-    oracle = Dense("score_mod", tree, np.dtype(kind.dtype))
+    oracle = ArrayFunction("score_mod", tree, np.dtype(kind.dtype))
     tolerance = mod.budget(kind.dtype, S, SIZES)
     for vectors in (1, 2, 3):
         at = place(rng, kind, vectors)
@@ -186,7 +186,7 @@ def check_mod(mod: Mod, kind: Kind, rng: np.random.Generator) -> None:
 def check_mask(mask_mod: Callable[..., Any], kind: Kind, rng: np.random.Generator) -> None:
     tree = resolve("mask_mod", mask_mod, MASK_MOD)
     function = kind.compile("mask_mod", tree)
-    oracle = Dense("mask_mod", tree, np.dtype(kind.dtype))
+    oracle = ArrayFunction("mask_mod", tree, np.dtype(kind.dtype))
     for vectors in (1, 2, 3):
         at = place(rng, kind, vectors)
         x = drawn_scores(rng, at, kind.dtype, S)

@@ -40,7 +40,7 @@ from nattn.backends.cuda.target import SIMULATED, Kernel, device, store, write_i
 from nattn.call.problem import Problem
 from nattn.functions import binding, masks, mods
 from nattn.functions.binding import MASK_MOD, SCORE_MOD
-from nattn.functions.on_lanes import Source
+from nattn.functions.on_lanes import UserCode
 from nattn.vectors import dual
 from nattn.vectors.lanes import Lanes, Tile
 from nattn.vectors.lanes.operators import BINARY, COMPARISON, TERNARY, UNARY
@@ -191,9 +191,9 @@ def built_in(module: ModuleType, first: str) -> set[str]:
 USERS = ("singles", "with_helper", "in_other_order", "per_item", "flagged")
 
 
-def sources(names: list[str]) -> tuple[Source, ...]:
+def sources(names: list[str]) -> tuple[UserCode, ...]:
     trees = (registry.MODS[name].build(SIZES, registry.generator(name)) for name in names)
-    return tuple(Source.of(binding.resolve("score_mod", tree, SCORE_MOD)) for tree in trees)
+    return tuple(UserCode.of(binding.resolve("score_mod", tree, SCORE_MOD)) for tree in trees)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_every_mask_compiles(index: str) -> None:
     assert known <= set(registry.MASKS)
     every = (masks.mask(m(SIZES, registry.generator(n))) for n, m in registry.MASKS.items())
     tree = binding.resolve("mask_mod", functools.reduce(lambda f, g: f & g, every), MASK_MOD)
-    ptx = score.compile_alone(replace(PLAIN, index=index, mask_mod=Source.of(tree)), CC)
+    ptx = score.compile_alone(replace(PLAIN, index=index, mask_mod=UserCode.of(tree)), CC)
     assert_exact(ptx)
 
 

@@ -295,7 +295,7 @@ def test_the_derivative_of_a_modifier(name: str) -> None:
     """As `check_differences`, for each score."""
     mod = registry.MODS[name]
     tree = resolve("score_mod", mod.build(SIZES, registry.generator(name)), SCORE_MOD)
-    f = on_arrays.Dense("score_mod", tree, FLOAT64)
+    f = on_arrays.ArrayFunction("score_mod", tree, FLOAT64)
     h, S = 1e-3, 6.0
     s = registry.generator(name).uniform(-S, S, (SIZES.Nq, SIZES.Nk))
     for kink in (*mod.kinks, 0.0):  # where it has none, or none that is smooth
@@ -320,7 +320,7 @@ def slope_of(function: Any, *scores: float) -> list[float]:
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return function(score)
 
-    f = on_arrays.Dense("score_mod", resolve("score_mod", mod, SCORE_MOD), FLOAT64)
+    f = on_arrays.ArrayFunction("score_mod", resolve("score_mod", mod, SCORE_MOD), FLOAT64)
     zero = np.zeros((1, 1), np.int64)
     with np.errstate(all="ignore"):
         slopes: list[float] = f.derive(np.array([scores]), zero, zero, zero, zero)[1][0].tolist()
@@ -418,7 +418,9 @@ def test_a_bound_array_is_not_indexed_by_a_score(mod: Any, expected: str) -> Non
     tree = resolve("score_mod", functools.partial(mod, table=np.ones(3)), SCORE_MOD)
     zero = np.zeros((1, 1), np.int64)
     with pytest.raises(TypeError, match=f"^score_mod: (.|\n)*{expected}"):
-        on_arrays.Dense("score_mod", tree, FLOAT64).derive(np.ones((1, 2)), zero, zero, zero, zero)
+        on_arrays.ArrayFunction("score_mod", tree, FLOAT64).derive(
+            np.ones((1, 2)), zero, zero, zero, zero
+        )
 
 
 def inplace(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -431,7 +433,9 @@ def inplace(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_in_place_operators_bind_anew() -> None:
     tree = resolve("score_mod", inplace, SCORE_MOD)
     i = np.ones((1, 1), np.int64)
-    value, slope = on_arrays.Dense("score_mod", tree, FLOAT64).derive(np.ones((1, 1)), i, i, i, i)
+    value, slope = on_arrays.ArrayFunction("score_mod", tree, FLOAT64).derive(
+        np.ones((1, 1)), i, i, i, i
+    )
     assert (value.item(), slope.item()) == (5.0, 4.0)
     assert i.item() == 1
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..call.problem import Problem
 from ..functions.dropout import keep
-from ..functions.on_arrays import Dense
+from ..functions.on_arrays import ArrayFunction
 
 Float64Array = NDArray[np.float64]
 
@@ -376,11 +376,11 @@ def _scores(
     slope: Any = 1.0
     seen = visible.copy()  # where an index that is out of range is an error
     if p.mask_mod is not None:
-        mask_mod = Dense("mask_mod", p.mask_mod, p.compute)
+        mask_mod = ArrayFunction("mask_mod", p.mask_mod, p.compute)
         visible &= mask_mod(item, head, pos, j)
         mask_mod.check_indices(seen)
     for tree in p.score_mods:
-        score_mod = Dense("score_mod", tree, p.compute)
+        score_mod = ArrayFunction("score_mod", tree, p.compute)
         if derive:
             s, own = score_mod.derive(s, item, head, pos, j)
             slope = np.where((slope == 0.0) | (own == 0.0), 0.0, slope * own)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from .binding import Bound, Combination, Tree
 
 
-class Dense:
+class ArrayFunction:
     """A user's function, ready to be called with arrays.
 
     Parameters

@@ -24,8 +24,8 @@ from .binding import Bound, Tree
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tree of users' functions as something to compile: equal if the code would be.
+class UserCode:
+    """A tree of users' functions as code to compile: equal if what it becomes would be.
 
     Attributes
     ----------
@@ -39,8 +39,8 @@ class Source:
     tree: Tree = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, tree: Tree) -> Source:
-        """Return the source of a tree."""
+    def of(cls, tree: Tree) -> UserCode:
+        """Return the code of a tree."""
         return cls(_key(tree), tree)
 
 
@@ -123,7 +123,7 @@ Evaluate = Callable[..., Any]
 
 
 def evaluator(tree: Tree, first: int, tools: Tools, convert: Any) -> tuple[Evaluate, int]:
-    """Return ``f(tile, params, outside, args)`` to be compiled for a tree, and the next word.
+    """Return ``f(tile, params, error_flags, args)`` to be compiled for a tree, and the next word.
 
     `args` is what the functions are called with, `params` the address of the words of what they
     are bound to, from word `first` on. A composition converts each score with ``convert(tile, x)``.
@@ -132,8 +132,8 @@ def evaluator(tree: Tree, first: int, tools: Tools, convert: Any) -> tuple[Evalu
         layout = Layout(tree.order, tuple(map(_kind, tree.values)), first)
         function, call_arguments = compilable(tree.function, tools.inlined), tools.call_arguments
 
-        def leaf(tile: Any, params: Any, outside: Any, args: Any) -> Any:
-            return function(*call_arguments(tile, layout, args, params, outside))
+        def leaf(tile: Any, params: Any, error_flags: Any, args: Any) -> Any:
+            return function(*call_arguments(tile, layout, args, params, error_flags))
 
         return tools.inlined(leaf), first + layout.words
     parts = []
@@ -163,8 +163,8 @@ def compilable(function: Any, inlined: Callable[..., Any]) -> Evaluate:
 def _negated(f: Evaluate, tools: Tools) -> Any:
     as_condition = tools.as_condition
 
-    def negated(tile: Any, params: Any, outside: Any, args: Any) -> Any:
-        return ~as_condition(tile, f(tile, params, outside, args))
+    def negated(tile: Any, params: Any, error_flags: Any, args: Any) -> Any:
+        return ~as_condition(tile, f(tile, params, error_flags, args))
 
     return tools.inlined(negated)
 
@@ -172,9 +172,9 @@ def _negated(f: Evaluate, tools: Tools) -> Any:
 def _both(f: Evaluate, g: Evaluate, tools: Tools) -> Any:
     as_condition = tools.as_condition
 
-    def both(tile: Any, params: Any, outside: Any, args: Any) -> Any:
-        x = as_condition(tile, f(tile, params, outside, args))
-        return x & as_condition(tile, g(tile, params, outside, args))
+    def both(tile: Any, params: Any, error_flags: Any, args: Any) -> Any:
+        x = as_condition(tile, f(tile, params, error_flags, args))
+        return x & as_condition(tile, g(tile, params, error_flags, args))
 
     return tools.inlined(both)
 
@@ -182,17 +182,17 @@ def _both(f: Evaluate, g: Evaluate, tools: Tools) -> Any:
 def _either(f: Evaluate, g: Evaluate, tools: Tools) -> Any:
     as_condition = tools.as_condition
 
-    def either(tile: Any, params: Any, outside: Any, args: Any) -> Any:
-        x = as_condition(tile, f(tile, params, outside, args))
-        return x | as_condition(tile, g(tile, params, outside, args))
+    def either(tile: Any, params: Any, error_flags: Any, args: Any) -> Any:
+        x = as_condition(tile, f(tile, params, error_flags, args))
+        return x | as_condition(tile, g(tile, params, error_flags, args))
 
     return tools.inlined(either)
 
 
 def _composed(f: Evaluate, g: Evaluate, tools: Tools, convert: Any) -> Any:
-    def composed(tile: Any, params: Any, outside: Any, args: Any) -> Any:
-        score = convert(tile, f(tile, params, outside, args))
-        return g(tile, params, outside, (score, *args[1:]))
+    def composed(tile: Any, params: Any, error_flags: Any, args: Any) -> Any:
+        score = convert(tile, f(tile, params, error_flags, args))
+        return g(tile, params, error_flags, (score, *args[1:]))
 
     return tools.inlined(composed)
 
@@ -233,8 +233,8 @@ def explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
     )
 
 
-def raise_outside(names: tuple[str, ...], troubles: int) -> None:
-    """Raise the error that compiled functions could only note: bit n for the n-th of the names.
+def raise_for_flags(names: tuple[str, ...], error_flags: int) -> None:
+    """Raise the error that compiled functions could only flag: bit n for the n-th of the names.
 
     Raises
     ------
@@ -242,7 +242,7 @@ def raise_outside(names: tuple[str, ...], troubles: int) -> None:
         If a bound array was indexed out of range for a key that its row sees.
     """
     for n, name in enumerate(names):
-        if troubles >> n & 1:
+        if error_flags >> n & 1:
             raise IndexError(
                 f"{name}: expected indices within the arrays that the function is bound to, got "
                 "one out of range for a visible pair of query and key; the output is undefined"

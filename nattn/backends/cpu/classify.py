@@ -202,5 +202,5 @@ def classify(
     )
     keep = (mask, pair, kinds, q_offset, scratch, control)
     threads.run(classify_worker(tile), args, control, workers, 20 * pairs, keep=keep)
-    score.raise_outside(("mask_mod",), threads.troubles(control))
+    score.raise_for_flags(("mask_mod",), threads.troubles(control))
     return kinds

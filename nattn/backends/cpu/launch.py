@@ -193,7 +193,7 @@ def _run(
     keep = (p, out, lse, scratch, control, bound)
     threads.run(todo.worker, args, control, workers, flops, keep=keep, progress=progress)
     _scratch.give_back(scratch)
-    score.raise_outside(bound.names, threads.troubles(control))
+    score.raise_for_flags(bound.names, threads.troubles(control))
 
 
 def _without_keys(p: Problem, out: NDArray[Any], lse: NDArray[Any]) -> None:
@@ -560,7 +560,7 @@ def backward(
             progress=progress,
         )
         _scratch.give_back(scratch)
-        score.raise_outside(bound.names, threads.troubles(control))
+        score.raise_for_flags(bound.names, threads.troubles(control))
         if own is not None and shares is not None and parts > 1:
             with np.errstate(all="ignore"):
                 np.add.reduce(shares, axis=0, out=own)

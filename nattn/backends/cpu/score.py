@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from ...functions import dropout
 from ...functions.binding import Tree
-from ...functions.on_lanes import Source, Tools, compilable, evaluator, explained, words
+from ...functions.on_lanes import Tools, UserCode, compilable, evaluator, explained, words
 from ...functions.on_lanes import (
-    raise_outside as raise_outside,  # for the callers of tile functions
+    raise_for_flags as raise_for_flags,  # for the callers of tile functions
 )
 from ...vectors.dual import as_dual, chain, seed
 from ...vectors.dual import value as value_of
@@ -352,7 +352,7 @@ def user_function(
     one = Tile(tile.dtype, tile.W, 1, 1)
     index = "int32" if positions < INDEX_BOUND else "int64"
     try:
-        address = make(one, Source.of(tree), index, packed)
+        address = make(one, UserCode.of(tree), index, packed)
     except NumbaError as error:
         raise explained(name, tree, error) from error
     return TileFunction(address, np.array(words(tree), np.int64), (tree,))

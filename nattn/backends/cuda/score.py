@@ -30,8 +30,8 @@ from ...call.problem import Problem
 from ...functions import on_lanes
 from ...functions.binding import Bound, Combination, Tree
 from ...functions.dropout import drop_threshold, philox
-from ...functions.on_arrays import Dense
-from ...functions.on_lanes import Source, Tools
+from ...functions.on_arrays import ArrayFunction
+from ...functions.on_lanes import Tools, UserCode
 from ...vectors import dtypes, dual, lanes
 from ...vectors.lanes import INDEX_BOUND, Lanes, Tile
 from .memory import Memory
@@ -64,9 +64,9 @@ class Functions:
         Compute type, "float32" or "float64".
     index : str
         "int32", or "int64" where positions may be large.
-    score_mods : tuple of Source
+    score_mods : tuple of UserCode
         What happens to a score before the bias is added.
-    mask_mod : Source or None
+    mask_mod : UserCode or None
         Which keys a position sees.
     mask : bool
         Whether there is a mask array.
@@ -80,8 +80,8 @@ class Functions:
 
     dtype: str
     index: str
-    score_mods: tuple[Source, ...]
-    mask_mod: Source | None
+    score_mods: tuple[UserCode, ...]
+    mask_mod: UserCode | None
     mask: bool
     bias: str | None
     dropout: bool
@@ -89,7 +89,7 @@ class Functions:
     derive: bool
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[UserCode, ...]:
         """All users' functions, in the order of their words."""
         return (*self.score_mods, *(() if self.mask_mod is None else (self.mask_mod,)))
 
@@ -114,8 +114,8 @@ def functions_of(problem: Problem, derive: bool = False) -> Functions:
     return Functions(
         dtype=dtypes.compute_name(p.dtype),
         index="int32" if far < INDEX_BOUND else "int64",
-        score_mods=tuple(map(Source.of, p.score_mods)),
-        mask_mod=None if p.mask_mod is None else Source.of(p.mask_mod),
+        score_mods=tuple(map(UserCode.of, p.score_mods)),
+        mask_mod=None if p.mask_mod is None else UserCode.of(p.mask_mod),
         mask=p.mask is not None,
         bias=None if p.bias is None else dtypes.storage_name(p.bias.dtype),
         dropout=p.dropout_p > 0.0,
@@ -214,7 +214,7 @@ def raise_outside(functions: Functions, troubles: NDArray[np.int64]) -> None:
         If a bound array was indexed out of range for a key that its row sees.
     """
     bits = sum(1 << int(n) for n in np.flatnonzero(troubles))
-    on_lanes.raise_outside(functions.names, bits)
+    on_lanes.raise_for_flags(functions.names, bits)
 
 
 # Device functions
@@ -667,25 +667,25 @@ def _array_at(
 
 
 class _OnArrays:
-    """The users' functions of a launch, one call at a time: `Dense` keeps what was out of range."""
+    """The users' functions of a launch, a call at a time: each keeps what was out of range."""
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
         self._lock = threading.Lock()
         self._launch: Any = None
-        self._dense: list[Dense] = []
+        self._dense: list[ArrayFunction] = []
 
-    def prepare(self, words: int) -> list[Dense]:
+    def prepare(self, words: int) -> list[ArrayFunction]:
         """Return the functions, bound to what the words at an address say."""
         f = self._functions
         numbers = (ctypes.c_int64.from_address(words + 8 * n).value for n in range(1 << 30))
         dtype = np.dtype(f.dtype)
         return [
-            Dense(name, _rebuilt(source.tree, numbers), dtype)
+            ArrayFunction(name, _rebuilt(source.tree, numbers), dtype)
             for name, source in zip(f.names, f.sources, strict=True)
         ]
 
-    def run(self, a: Any, n: int, call: Callable[[Dense], Any]) -> Any:
+    def run(self, a: Any, n: int, call: Callable[[ArrayFunction], Any]) -> Any:
         """Call the n-th function for the launch whose argument record is `a`."""
         with self._lock, np.errstate(all="ignore"):
             if self._launch is not a:

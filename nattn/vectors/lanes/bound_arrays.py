@@ -31,7 +31,7 @@ from .types import Lanes
 class BoundArrayType(types.Type):
     """The Numba type of an array that a function is bound to.
 
-    Its elements are read by lanes of indices, and what lies outside is not read but noted.
+    Its elements are read by lanes of indices. What lies outside is not read: it sets error flags.
     """
 
     def __init__(self, stored: str, ndim: int, far: bool, real: Lanes) -> None:
@@ -63,7 +63,7 @@ class _BoundArrayModel(models.StructModel):
             ("address", types.int64),
             ("shape", fe_type.axes),
             ("strides", fe_type.axes),
-            ("outside", types.CPointer(types.int32)),
+            ("error_flags", types.CPointer(types.int32)),
         ]
         super().__init__(dmm, fe_type, members)
 
@@ -84,7 +84,7 @@ def _len(context: Any, b: Any, sig: Any, args: Any) -> Any:
 
 @intrinsic
 def new_outside(typingctx: Any, tile: Any) -> Any:
-    """Return a place that notes for each lane whether an index lay outside of its array."""
+    """Return a place for the error flag of each lane: whether an index lay outside of its array."""
     to = types.CPointer(types.int32)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -95,28 +95,28 @@ def new_outside(typingctx: Any, tile: Any) -> Any:
 
 
 @intrinsic
-def clear_outside(typingctx: Any, tile: Any, outside: Any) -> Any:
-    """Note that no index lay outside."""
+def clear_outside(typingctx: Any, tile: Any, error_flags: Any) -> Any:
+    """Clear the error flags of all lanes."""
     ty = vector_type(I32, tile.real.width)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         b.store(constant(ty, 0), b.bitcast(args[1], ty.as_pointer()))
         return context.get_dummy_value()
 
-    return types.void(tile, outside), codegen
+    return types.void(tile, error_flags), codegen
 
 
 @intrinsic
-def outside_bits(typingctx: Any, tile: Any, outside: Any) -> Any:
-    """Return an int64 of which bit l is set if an index of lane l lay outside."""
+def outside_bits(typingctx: Any, tile: Any, error_flags: Any) -> Any:
+    """Return the error flags as an int64: bit l is set if an index of lane l lay outside."""
     ty = vector_type(I32, tile.real.width)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        noted = Vector(b, b.load(b.bitcast(args[1], ty.as_pointer())))
-        bits = b.bitcast(noted.cmp("!=", 0).value, ir.IntType(noted.width))
+        flags = Vector(b, b.load(b.bitcast(args[1], ty.as_pointer())))
+        bits = b.bitcast(flags.cmp("!=", 0).value, ir.IntType(flags.width))
         return b.zext(bits, I64)
 
-    return types.int64(tile, outside), codegen
+    return types.int64(tile, error_flags), codegen
 
 
 def _indices(array: BoundArrayType, index: Any) -> list[Any]:
@@ -148,7 +148,7 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     """Read an element for every lane; nothing outside of the array is ever read.
 
     A negative index counts from the end. Lanes whose index is outside read element 0, or 0 where
-    there is none, and are noted.
+    there is none, and their error flags are set.
     """
     ty, to = sig.args[0], sig.return_type
     array = cgutils.create_struct_proxy(ty)(context, b, args[0])
@@ -180,7 +180,7 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
         outside = beyond if outside is None else outside | beyond
     assert offsets is not None
     assert outside is not None
-    _note_outside(b, array.outside, outside, ty.real.width)
+    _set_error_flags(b, array.error_flags, outside, ty.real.width)
     base = b.select(empty, b.ptrtoint(_nothing(b), I64), array.address)
     stored = STORAGE.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
     x = ir.Constant(vector_type(stored, to.width), ir.Undefined)
@@ -206,8 +206,8 @@ def _nothing(b: Any) -> Any:
     return b.module.globals[name]
 
 
-def _note_outside(b: Any, place: Any, outside: Vector, width: int) -> None:
-    """Add to the lanes that were outside."""
+def _set_error_flags(b: Any, place: Any, outside: Vector, width: int) -> None:
+    """Set the error flags of the lanes whose index was outside; the others stay as they are."""
     ty = vector_type(I32, width)
     value = outside.value
     if outside.width != width:

@@ -72,12 +72,12 @@ def _constant_layout(context: Any, builder: Any, ty: Any, pyval: Any) -> Any:
 
 @intrinsic
 def call_arguments(
-    typingctx: Any, tile: Any, layout: Any, args: Any, params: Any, outside: Any
+    typingctx: Any, tile: Any, layout: Any, args: Any, params: Any, error_flags: Any
 ) -> Any:
     """Return the arguments of a function as a tuple, in the order of its parameters.
 
     `args` is the tuple of what it is called with, `params` the address of the words of what it is
-    bound to, `outside` a `new_outside`.
+    bound to, `error_flags` a `new_outside`.
     """
     lay, real = layout.layout, tile.real
 
@@ -112,12 +112,12 @@ def call_arguments(
                 for axes in ("shape", "strides"):
                     numbers = [read() for _ in range(ty.ndim)]
                     setattr(array, axes, context.make_tuple(b, ty.axes, numbers))
-                array.outside = values[4]
+                array.error_flags = values[4]
                 made.append(array._getvalue())
         out = [b.extract_value(values[2], n) if n >= 0 else made[-1 - n] for n in lay.order]
         return context.make_tuple(b, to, out)
 
-    return to(tile, layout, args, params, outside), codegen
+    return to(tile, layout, args, params, error_flags), codegen
 
 
 @intrinsic

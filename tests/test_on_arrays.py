@@ -27,15 +27,15 @@ import nattn
 from nattn.call.block_mask import BlockMask
 from nattn.call.problem import Problem
 from nattn.functions import binding, masks, mods
-from nattn.functions.on_arrays import Dense, elementwise
+from nattn.functions.on_arrays import ArrayFunction, elementwise
 
 nan, inf = np.nan, np.inf
 F4, F8 = np.dtype("f4"), np.dtype("f8")
 
 
-def dense(function: Any, dtype: np.dtype = F8) -> Dense:
+def dense(function: Any, dtype: np.dtype = F8) -> ArrayFunction:
     tree = binding.resolve("score_mod", function, binding.SCORE_MOD)
-    return Dense("score_mod", tree, dtype)
+    return ArrayFunction("score_mod", tree, dtype)
 
 
 def call(function: Any, score: Any, dtype: np.dtype = F8, n: int = 3) -> Any:
@@ -219,7 +219,7 @@ def test_a_python_if_is_refused(backend: str, what: str, n: int) -> None:
         nattn.attention(q, k, v, out=out, backend=backend, **options)
     text = str(caught.value)
     assert text.startswith(f"{name}: expected")
-    for word in ("got", "np.where", "test_dense.py", "line ", line):
+    for word in ("got", "np.where", "test_on_arrays.py", "line ", line):
         assert word in text, text
     assert np.all(out == 7.0)
 
@@ -338,7 +338,7 @@ def test_negative_indices_wrap(backend: str) -> None:
     options: dict[str, Any] = {"score_mod": functools.partial(looked_up, table=table, gain=1)}
     check(backend, q, k, v, **options)  # the first rows sit at -10, -9, ...
     (bound,) = Problem.build(q, k, v, **options).score_mods
-    got = Dense("score_mod", bound, F8)(
+    got = ArrayFunction("score_mod", bound, F8)(
         np.zeros((1, 30)), [[1]], [[0]], np.array([[-10]]), np.arange(30)[None]
     )
     np.testing.assert_array_equal(got[0], table[1, -10] * table[1].astype("f8"))
@@ -454,7 +454,7 @@ def test_blocks_change_no_bit(backend: str, broadcast: tuple[int, ...]) -> None:
     kinds = np.empty((*shape, rows, columns), np.uint8)
     for b, h in np.ndindex(*shape):
         pos = np.arange(Nq)[:, None] + Nk - Nq
-        visible = Dense("mask_mod", p.mask_mod, F4)([[b]], [[h]], pos, np.arange(Nk)[None])
+        visible = ArrayFunction("mask_mod", p.mask_mod, F4)([[b]], [[h]], pos, np.arange(Nk)[None])
         for r, c in np.ndindex(rows, columns):
             block = visible[r * size : (r + 1) * size, c * size : (c + 1) * size]
             kinds[b, h, r, c] = (
@@ -498,7 +498,7 @@ def test_the_error_bound_of_a_modifier_holds_and_is_near(name: str) -> None:
     wide = score.astype("f8")
     carried = np.abs(wide) * 22 * u  # and the rounding of `moved`
     s = rounding.run(tree, F4, rounding.Rounded(wide, carried, u), *exact).as_float()
-    truth_ = Dense("score_mod", tree, F4)(wide, zero, zero, pos, j)
+    truth_ = ArrayFunction("score_mod", tree, F4)(wide, zero, zero, pos, j)
     np.testing.assert_allclose(s.x, truth_, rtol=1e-13, atol=1e-13)
     assert isinstance(tree, binding.Bound)
     values: list[Any] = [np.float32(x) if isinstance(x, float) else x for x in tree.values]
