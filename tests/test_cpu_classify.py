@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nattn.backends.cpu import threads
+from nattn.backends.cpu import jobs
 from nattn.backends.cpu.classify import classify
 from nattn.functions import masks
 from nattn.functions.binding import MASK_MOD, resolve
@@ -128,15 +128,15 @@ def test_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     mask_mod = functools.partial(in_table, table=table, start=start)
     expected = kinds_of(table, 32)
     used = []
-    run = threads.run
+    run = jobs._run
 
-    def counted(address: int, args: Any, control: Any, workers: int, *more: Any, **kw: Any) -> None:
-        used.append(workers)
-        run(address, args, control, workers, *more, **kw)
+    def counted(address: int, args: bytes, state: Any, n_threads: int, *more: Any) -> None:
+        used.append(n_threads)
+        run(address, args, state, n_threads, *more)
 
-    monkeypatch.setattr(threads, "run", counted)
+    monkeypatch.setattr(jobs, "_run", counted)
     for count in (1, 2, 5):
-        monkeypatch.setattr(threads, "thread_count", lambda count=count: count)
+        monkeypatch.setattr(jobs, "thread_count", lambda count=count: count)
         for _ in range(3):
             got = classified(mask_mod, shape, start, 32)
             np.testing.assert_array_equal(got, expected)
@@ -155,7 +155,7 @@ def test_memory_is_linear_in_the_blocks() -> None:
     finally:
         tracemalloc.stop()
     assert kinds.nbytes == (-(-n // block)) ** 2
-    assert peak < kinds.nbytes + 256 * 1024 * threads.thread_count()
+    assert peak < kinds.nbytes + 256 * 1024 * jobs.thread_count()
     assert peak < n * n / 8  # not even a bit for each pair
 
 

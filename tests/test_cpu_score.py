@@ -30,7 +30,7 @@ from registry import MASKS, MODS, Mod, Sizes
 
 import nattn
 from nattn.backends.cpu import score
-from nattn.backends.cpu.score import CONTEXT, OPERAND, OUTSIDE, TOPPED, TileFunction
+from nattn.backends.cpu.score import CONTEXT, OPERAND, OUT_OF_RANGE, TILE_MAX_KNOWN, TileFunction
 from nattn.functions import mods
 from nattn.functions.binding import MASK_MOD, SCORE_MOD, Tree, resolve
 from nattn.functions.on_arrays import ArrayFunction
@@ -125,18 +125,18 @@ def run(
     memory[1:-1] = scores
     top = np.full((3, len(at.rows)), 7, scores.dtype)
     record = np.zeros((), CONTEXT.dtype)
-    record["batch"], record["valid"], record["offset"] = at.b, at.valid, at.offset
+    record["batch"], record["n_valid"], record["offset"] = at.b, at.valid, at.offset
     record["first_key"], record["n_keys"] = at.first_key, at.n_keys
-    record["vectors"], record["top"] = at.vectors, top[1].ctypes.data
+    record["vectors"], record["tile_max_ptr"] = at.vectors, top[1].ctypes.data
     lanes = {"heads": at.heads, "rows": at.rows, "lane_lo": at.lo, "lane_hi": at.hi}
     for name, values in lanes.items():
-        record[name] = values.ctypes.data
+        record[f"{name}_ptr"] = values.ctypes.data
     operand = np.zeros((), OPERAND.dtype)
     if mask is not None:
-        operand["address"] = mask.ctypes.data
+        operand["ptr"] = mask.ctypes.data
         for axis, stride in zip("bhij", mask.strides, strict=True):
             operand[f"stride_{axis}"] = stride
-        record["mask"] = operand.ctypes.data
+        record["mask_ptr"] = operand.ctypes.data
     call = CALL(function.address)
     flags = call(memory[1].ctypes.data, 0, record.ctypes.data, function.params.ctypes.data)
     for edge in (memory[0], memory[-1], top[0], top[2]):
@@ -179,7 +179,7 @@ def check_mod(mod: Mod, kind: Kind, rng: np.random.Generator) -> None:
             expected = np.asarray(oracle(x.T.astype(np.float64), *at.indices())).T
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
         assert_near(got, expected, tolerance)
-        assert flags == TOPPED
+        assert flags == TILE_MAX_KNOWN
         np.testing.assert_array_equal(top, largest(got))
 
 
@@ -193,7 +193,7 @@ def check_mask(mask_mod: Callable[..., Any], kind: Kind, rng: np.random.Generato
         flags, got, top = run(function, at, x)
         visible = np.asarray(oracle(*at.indices())).T
         np.testing.assert_array_equal(got, np.where(visible, x, -np.inf))
-        assert flags == TOPPED
+        assert flags == TILE_MAX_KNOWN
         np.testing.assert_array_equal(top, largest(got))
 
 
@@ -329,7 +329,7 @@ def test_outside_is_said_where_a_row_sees_the_key(name: str, kind: Kind) -> None
             seen &= mask[at.b, at.heads[:, None], at.rows[:, None], at.keys]
         seen[at.valid :] = False
         expected = bool(np.any(seen & wrong[at.rows[:, None], at.keys]))
-        assert flags == (TOPPED | OUTSIDE if expected else TOPPED), n
+        assert flags == (TILE_MAX_KNOWN | OUT_OF_RANGE if expected else TILE_MAX_KNOWN), n
         said.append(expected)
         np.testing.assert_array_equal(top, largest(got))
     assert 60 < sum(said) < 240

@@ -40,7 +40,7 @@ from nattn.api.diagnostics import (
 )
 from nattn.backends import load as load_backend
 from nattn.backends import reference
-from nattn.backends.cpu import threads
+from nattn.backends.cpu import jobs
 from nattn.backends.cpu.tiles import choose_tile
 from nattn.backends.error_budget import error_budget, pair_budget, stored, sum_budget
 from nattn.call.problem import Problem
@@ -921,7 +921,7 @@ def test_the_door(looks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = Problem.build(q, k, v, causal=True, sinks=sinks)
     seen: list[float] = []
     if looks == "cpu":  # even so short a call is done by others, in parts
-        monkeypatch.setattr(threads, "SHORT", 0.0)
+        monkeypatch.setattr(jobs, "SHORT", 0.0)
         monkeypatch.setattr(load_backend("cpu"), "MOST_STATE", 1)
     got = load_backend(looks).observe(p, size=(6, 9), stats=True, progress=seen.append)
     assert set(got) == {"map", "lse", "entropy", "max_weight", "argmax"}

@@ -469,7 +469,7 @@ def test_the_same_bits_every_time(backend: str) -> None:
 
 def test_what_is_left_out_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        importlib.import_module("nattn.backends.cpu.threads"), "thread_count", lambda: 1
+        importlib.import_module("nattn.backends.cpu.jobs"), "thread_count", lambda: 1
     )
     q, k, v = qkv(1, 1, 4096, 4096, 512, 8)
     out, lse = nattn.attention(q, k, v, return_lse=True)

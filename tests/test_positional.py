@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 import nattn
 from nattn import positional
+from nattn.backends.cpu import jobs
 from nattn.backends.cpu import rotary as kernels
-from nattn.backends.cpu import threads
 from nattn.backends.error_budget import error_budget, pair_budget, sum_budget
 from nattn.functions import mods
 from nattn.positional import (
@@ -346,7 +346,7 @@ def test_bits_do_not_depend_on_threads(
     monkeypatch.setattr(kernels, "SMALL", 0)
     results = []
     for count in (1, 2, 3, 8):
-        monkeypatch.setattr(threads, "thread_count", lambda count=count: count)
+        monkeypatch.setattr(jobs, "thread_count", lambda count=count: count)
         results.append(Rotary(40)(x, positions))
     check(results[0], x, where, frequencies, "half")
     for result in results[1:]:

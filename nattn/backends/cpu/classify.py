@@ -23,9 +23,9 @@ from ...vectors.lanes import (
     write_int8,
     write_int64,
 )
-from . import score, tiles
+from . import jobs, score, tiles
 from .jit import device, kernel
-from .jobs import enter, job_record, leave, run_job, stopped, take_task, thread_count
+from .jobs import enter, job_record, leave, run_job, stopped, take_task
 from .score import CONTEXT, OUT_OF_RANGE
 
 ARGS = job_record(
@@ -202,7 +202,7 @@ def classify(
         ARGS,
         fields,
         n_tasks=n_tasks,
-        n_threads=1 if pairs < 1e5 else thread_count(),
+        n_threads=1 if pairs < 1e5 else jobs.thread_count(),
         scratch_bytes=scratch_bytes,
         flops=20 * pairs,
         keepalive=(mask, kinds, q_offset),

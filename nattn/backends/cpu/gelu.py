@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...vectors.lanes import Tile, exp2_nonpositive, fma, load, store, view
-from . import tiles
+from . import jobs, tiles
 from .jit import kernel
-from .jobs import enter, job_record, leave, run_job, take_task, thread_count
+from .jobs import enter, job_record, leave, run_job, take_task
 
 Float32 = NDArray[np.float32]
 
@@ -39,12 +39,12 @@ def gelu_worker(tile: Tile) -> Any:
     c0, c1, c2, c3, c4, c5, c6, c7, c8 = TAIL
 
     def worker(slot: int, args: int) -> None:
-        a = view(ARGS, args)
-        x_ptr, n_vectors = a.x_ptr, a.n_vectors
-        if enter(a.job_ptr, slot) == 0:
+        own = view(ARGS, args)
+        x_ptr, n_vectors = own.x_ptr, own.n_vectors
+        if enter(own.job_ptr, slot) == 0:
             return
         while True:
-            task = take_task(a.job_ptr)
+            task = take_task(own.job_ptr)
             if task < 0:
                 break
             for n in range(task * _VECTORS, min(n_vectors, (task + 1) * _VECTORS)):
@@ -63,7 +63,7 @@ def gelu_worker(tile: Tile) -> Any:
                 # log2(e) / 2
                 tail = p * exp2_nonpositive(a * a * -0.7213475204444817)
                 store(at, np.maximum(x, 0.0) - a * tail)
-        leave(a.job_ptr, slot, 0)
+        leave(own.job_ptr, slot, 0)
 
     return worker
 
@@ -145,7 +145,7 @@ def _run_gelu(tile: Tile, x: Float32) -> None:
         ARGS,
         {"x_ptr": x.ctypes.data, "n_vectors": vectors},
         n_tasks=-(-vectors // _VECTORS),
-        n_threads=1 if operations < 5e6 else thread_count(),
+        n_threads=1 if operations < 5e6 else jobs.thread_count(),
         flops=operations,
         keepalive=x,
     )

@@ -28,10 +28,10 @@ from ...vectors.lanes import (
     view,
     write,
 )
-from . import tiles
+from . import jobs, tiles
 from .arrays import STRIDED, strided
 from .jit import device, inlined, kernel
-from .jobs import enter, job_record, leave, run_job, stopped, take_task, thread_count
+from .jobs import enter, job_record, leave, run_job, stopped, take_task
 
 ARGS = job_record(
     "RotaryArgs",
@@ -290,7 +290,7 @@ def rotate(
     high *= factor
     tile = tiles.choose_tile(x.dtype.name, 1 << 20)
     tile = Tile(tile.dtype, tile.W, 1, 1)
-    count = thread_count() if x.nbytes > SMALL else 1
+    count = jobs.thread_count() if x.nbytes > SMALL else 1
     items = len(positions)
     planes = B * H // items
     row_bytes = 2 * half * tile.itemsize

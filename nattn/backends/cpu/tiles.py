@@ -28,13 +28,49 @@ L2_SHARE = 384 * 1024
 
 @dataclass(frozen=True)
 class Cpu:
-    """What the code generator is told of the processor."""
+    """What the code generator is told of the processor.
+
+    Attributes
+    ----------
+    name : str
+        That of the model.
+    features : frozenset of str
+        Its instruction sets.
+    family : str
+        A key of `FAMILIES`.
+    vector_bytes, registers, fma
+        As `FAMILIES` has them.
+    """
 
     name: str
     features: frozenset[str]
-    vector_bytes: int
-    registers: int
-    fma: bool
+    family: str
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a vector register."""
+        return FAMILIES[self.family][0]
+
+    @property
+    def registers(self) -> int:
+        """The number of vector registers."""
+        return FAMILIES[self.family][1]
+
+    @property
+    def fma(self) -> bool:
+        """Whether a multiply-add is one instruction."""
+        return FAMILIES[self.family][2]
+
+
+FAMILIES = {
+    "AVX-512": (64, 32, True),
+    "AVX2": (32, 16, True),
+    "AVX": (32, 16, False),
+    "SSE2": (16, 16, False),
+    "NEON": (16, 32, True),
+}
+"""Bytes of a vector, number of registers, and whether there is a fused multiply-add: all that tiles
+are chosen by. The tests run the kernels with the tiles of every family, on any processor."""
 
 
 @functools.cache
@@ -43,13 +79,15 @@ def cpu() -> Cpu:
     with compiling:  # the first time, Numba imports half of itself here: a fork has to wait
         triple, name, features = cpu_target.target_context.codegen().magic_tuple()
     have = frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
-    if "avx512f" in have:
-        return Cpu(name, have, 64, 32, True)
-    if "avx" in have:
-        return Cpu(name, have, 32, 16, "fma" in have)
     if triple.startswith(("aarch64", "arm64")):
-        return Cpu(name, have, 16, 32, True)
-    return Cpu(name, have, 16, 16, "fma" in have)
+        family = "NEON"
+    elif "avx512f" in have:
+        family = "AVX-512"
+    elif "avx" in have:
+        family = "AVX2" if "fma" in have else "AVX"
+    else:
+        family = "SSE2"
+    return Cpu(name, have, family)
 
 
 @functools.cache
