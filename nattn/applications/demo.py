@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from ..api import functional
 from ..call.progress import Progress
 from ..vectors.dtypes import FLOAT32, error_budget
 from .measure import PeakMemory
+from .progress_bar import ProgressBar
 
 Array = NDArray[Any]
 
@@ -241,7 +241,7 @@ def attend_to_others(
     s: Similarity,
     out: Array,
     backend: str = "auto",
-    progress: Callable[[float], object] = lambda fraction: None,
+    progress: Progress = lambda fraction: None,
 ) -> tuple[States, States]:
     """Let every pixel attend to the pixels before it, and to those behind it.
 
@@ -530,11 +530,11 @@ def run(settings: Settings) -> Report:
     n, D = x.shape
     out = np.zeros((2, n, D), np.float32)
     out.fill(0.0)  # in memory now, so that it does not count as memory of the attention
-    with Progress("compiling, once"):
+    with ProgressBar("compiling, once"):
         attend_to_others(similarity.first(64), out[:, :64], settings.backend)
 
     peak = [_fma_peak(settings.backend)]
-    with Progress(f"attention over {n:,} pixels") as progress, PeakMemory() as memory:
+    with ProgressBar(f"attention over {n:,} pixels") as progress, PeakMemory() as memory:
         start = time.perf_counter()
         states = attend_to_others(similarity, out, settings.backend, progress)
         seconds = time.perf_counter() - start

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ...call.progress import Progress, part_of
 from ...nn.files import replaced
+from ..progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from ..minilm import MiniLM
@@ -123,7 +124,7 @@ def run(settings: Settings) -> Report:
     from . import drawing, lengths, page, steps
 
     # the shares of the time are guesses, for the bar alone
-    chapters: list[tuple[str, float, Callable[[Callable[[float], object]], Step]]] = [
+    chapters: list[tuple[str, float, Callable[[Progress], Step]]] = [
         ("average", 1, lambda progress: steps.average()),
         ("projections", 1, lambda progress: steps.projections()),
         ("scale", 2, lambda progress: steps.scaling()),
@@ -144,7 +145,7 @@ def run(settings: Settings) -> Report:
     seconds: dict[str, float] = {}
     made: list[Step] = []
     whole_share = sum(share for _, share, _ in chapters)
-    with Progress("explaining") as bar, drawing.style():
+    with ProgressBar("explaining") as bar, drawing.style():
         done = 0.0
         for name, share, chapter in chapters:
             part = part_of(bar, done / whole_share, (done + share) / whole_share)
@@ -184,6 +185,7 @@ def _check(settings: Settings) -> MiniLM | None:
         if place.exists() and not os.access(place, os.W_OK):
             raise ExplainError(f"output: cannot write into {place}")
     try:
+        import jinja2  # noqa: F401
         import latex2mathml.converter  # noqa: F401
         import matplotlib  # noqa: F401
         import PIL.Image  # noqa: F401

@@ -11,6 +11,7 @@ from itertools import cycle
 import numpy as np
 
 from ...api import diagnostics, functional
+from ...call.progress import Progress
 from .. import learning
 from ..measure import PeakMemory
 from .drawing import BLUE, ORANGE, RED, SOFT, Array, canvas, decades, finish, heat
@@ -241,7 +242,7 @@ BLIND = "blind "
 """How names of curves without positions begin."""
 
 
-def learned(progress: Callable[[float], object] | None = None) -> Step:
+def learned(progress: Progress | None = None) -> Step:
     """Train small layers, and show what they learn and what they cannot without positions."""
     tasks: dict[str, list[learning.Curve]] = {}
     for curve in learning.learn_all(progress):

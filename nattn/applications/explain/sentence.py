@@ -9,7 +9,7 @@ import numpy as np
 
 from ..minilm import MiniLM
 from .drawing import GREEN, ORANGE, SOFT, Array, Panel, canvas, finish, heat, pixels
-from .page import Step, choices, choices_style, figure, formula, paragraph, table, text
+from .page import Step, choices, choices_style, figure, formula, paragraph, similarities, text
 
 OTHERS = (
     "She played the piano all evening.",
@@ -357,20 +357,7 @@ def _similarities(model: MiniLM, sentence: str) -> tuple[str, str]:
     sentences = [sentence, *OTHERS]
     vectors = model.encode(sentences)
     alike = vectors @ vectors.T
-    rows = [
-        [
-            str(i + 1),
-            *(
-                f'<td style="background:rgb(58 123 191/{0.75 * max(0.0, value):.2f})">'
-                f"{value:.2f}</td>"
-                for value in map(float, line)
-            ),
-        ]
-        for i, line in enumerate(alike)
-    ]
-    numbers = [str(i + 1) for i in range(len(sentences))]
-    listed = "".join(f"<li>{text(one)}</li>" for one in sentences)
-    shown = f'<ol class="sentences">{listed}</ol>' + table(["", *numbers], rows)
+    shown = similarities(sentences, alike)
     upper = np.where(np.triu(np.ones_like(alike), 1) > 0, alike, -2.0)
     best = divmod(int(upper.argmax()), len(sentences))
     nearest = 1 + int(alike[0, 1:].argmax())
