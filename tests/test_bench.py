@@ -20,7 +20,7 @@ from nattn.applications.bench import (
     Speed,
     Sweep,
 )
-from nattn.applications.measure import MODIFIERS, PREPARE, Case
+from nattn.applications.measure import MODIFIERS, PREPARE, Case, Unsupported
 
 ABOUT = {"processor": "Example 9000", "threads": "2"}
 
@@ -131,7 +131,7 @@ def test_json(tmp_path: Path) -> None:
 
 def test_a_plot(tmp_path: Path) -> None:
     growths = [Growth("nattn", [512, 1024], [50, 60], [0.0, 0.0]), Growth("numpy", [512], [2], [3])]
-    found = Sweep([70.0, 71.0], growths)
+    found = Sweep([70.0, 71.0], growths, [])
     bench.plot(tmp_path / "x.png", found)
     with PIL.Image.open(tmp_path / "x.png") as picture:
         assert picture.format == "PNG"
@@ -201,8 +201,11 @@ class Fixed:
     def sample(self) -> float:
         return self.seconds
 
-    def peak(self, dtype: str) -> float:
+    def peak(self, dtype: str = "float32") -> float:
         return 100.0
+
+    def extra_memory(self) -> int:
+        return 0
 
 
 def test_a_figure_is_work_over_time_over_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +261,24 @@ def test_speed_and_memory_against_n() -> None:
         assert growth.n == [256, 1024]
         assert all(speed > 0 for speed in growth.gflops)
     assert numpy.mib[1] > 3.5 > nattn.mib[1]  # the dense matrix has 4 MiB
+
+
+class Broken(Fixed):
+    """A contestant that cannot do any case."""
+
+    def prepare(self, case: Case) -> None:
+        raise Unsupported("too large")
+
+
+def test_a_sweep_says_who_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that cannot go on is noted and left out; without nattn there is no plot."""
+    fixed = {"nattn": Fixed(0.002), "numpy": Broken(0.0)}
+    monkeypatch.setattr(bench.Contestants, "get", lambda self, name: fixed[name])
+    found = bench.sweep(SETTINGS, [500, 1000])
+    (nattn,) = found.growths
+    assert nattn.gflops == pytest.approx([4 * 64 * n * n / 0.002 / 1e9 for n in (500, 1000)])
+    assert found.peak == [100.0, 100.0]
+    assert found.notes == ["numpy, n=500: too large"]
+    fixed["nattn"] = Broken(0.0)
+    with pytest.raises(BenchError, match="plot: too large"):
+        bench.sweep(SETTINGS, [500])

@@ -203,7 +203,7 @@ def _command(
     return command
 
 
-# What the options accept
+# Values of options
 
 
 def _integer(least: int) -> Any:
@@ -369,7 +369,10 @@ def _bench(options: argparse.Namespace) -> int:
         bench.write_markdown(options.markdown, results, about)
     if options.plot is not None:
         sizes = [1 << i for i in range(9, 14 if options.quick else 17)]
-        bench.plot(options.plot, bench.sweep(settings, sizes))
+        found = bench.sweep(settings, sizes)
+        bench.plot(options.plot, found)
+        for note in found.notes:
+            print(f"  plot: {note}")
     return 0 if all(result.figures for result in results) else 1
 
 

@@ -19,7 +19,7 @@ _TOO_LONG = 20.0
 """Seconds of a call that is too long: a contestant stops at the n before."""
 
 _LEAST_MIB = 0.1
-"""Memory below which a measurement is noise of a few pages."""
+"""Less is noise of a few pages, and drawn as so much."""
 
 _STYLES = {"nattn": {"linewidth": 2.6, "zorder": 3}}
 _LABELS = {"numpy": "NumPy, dense", "torch": "PyTorch", "openvino": "OpenVINO", "jax": "JAX"}
@@ -57,10 +57,13 @@ class Sweep:
         The processor's FMA peak, measured beside each n, GFLOP/s.
     growths : list of Growth
         One for each contestant that is installed, as far as it gets.
+    notes : list of str
+        Which contestants stopped before the last n, and why.
     """
 
     peak: list[float]
     growths: list[Growth]
+    notes: list[str]
 
 
 def sweep(settings: Settings, sizes: Sequence[int]) -> Sweep:
@@ -77,10 +80,16 @@ def sweep(settings: Settings, sizes: Sequence[int]) -> Sweep:
     -------
     Sweep
         With a growth for each contestant that is installed.
+
+    Raises
+    ------
+    BenchError
+        If nattn itself fails.
     """
     names = [name for name in PLOTTED if name == "nattn" or name in settings.peers]
     found = {name: Growth(name, [], [], []) for name in names}
     peaks: list[float] = []
+    notes: list[str] = []
     label = "speed and memory against n"
     with Contestants(settings) as contestants, ProgressBar(label) as progress:
         done, total = 0.0, float(sum(n * n for n in sizes))
@@ -91,16 +100,17 @@ def sweep(settings: Settings, sizes: Sequence[int]) -> Sweep:
                 contestant = contestants.get(name)
                 try:
                     contestant.prepare(case)
-                except (Unsupported, ArithmeticError, RuntimeError):
-                    continue
-                ready[name] = contestant
+                except (Unsupported, ArithmeticError, RuntimeError) as error:
+                    if name == "nattn":
+                        raise BenchError(f"plot: {error}") from None
+                    notes.append(f"{name}, n={n}: {error}")
+                else:
+                    ready[name] = contestant
             mib = {name: c.extra_memory() / 2**20 for name, c in ready.items()}
             samplers: dict[str, Sampler] = {name: c.sample for name, c in ready.items()}
-            if "nattn" in ready:
-                samplers["peak"] = ready["nattn"].peak
+            samplers["peak"] = contestants.get("nattn").peak
             samples = interleave(samplers, min(3, settings.rounds))
-            if "nattn" in ready:
-                peaks.append(samples.median("peak"))
+            peaks.append(samples.median("peak"))
             for name in ready:
                 found[name].n.append(n)
                 found[name].gflops.append(case.flops() / samples.median(name) / 1e9)
@@ -108,7 +118,7 @@ def sweep(settings: Settings, sizes: Sequence[int]) -> Sweep:
             names = [name for name in ready if 4 * samples.median(name) < _TOO_LONG]
             done += n * n
             progress(done / total)
-    return Sweep(peaks, [growth for growth in found.values() if growth.n])
+    return Sweep(peaks, [growth for growth in found.values() if growth.n], notes)
 
 
 def check_plot(path: Path) -> None:
@@ -146,12 +156,15 @@ def plot(path: Path, found: Sweep) -> None:
         left.plot(growth.n, growth.gflops, "o-", markersize=4, label=label, **style)
         mib = [max(m, _LEAST_MIB) for m in growth.mib]
         right.plot(growth.n, mib, "o-", markersize=4, label=label, **style)
-    if found.peak:
-        peak = statistics.median(found.peak)
-        left.axhline(peak, color="0.45", linestyle="--", linewidth=1.2, label="FMA peak")
+    peak = statistics.median(found.peak)
+    left.axhline(peak, color="0.45", linestyle="--", linewidth=1.2, label="FMA peak")
     left.set_ylim(0)
     left.set_title("Speed, GFLOP/s")
     right.set_yscale("log", base=10)
+    right.yaxis.set_major_formatter(
+        FuncFormatter(lambda mib, _: f"{mib:,.10g}" if mib > _LEAST_MIB else f"≤{_LEAST_MIB:g}")
+    )
+    right.set_ylim(0.7 * _LEAST_MIB)
     right.set_title("Memory beyond inputs and output, MiB")
     for axes in (left, right):
         axes.set_xscale("log", base=2)

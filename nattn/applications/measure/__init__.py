@@ -11,13 +11,14 @@
 from .cases import MODIFIERS, Case, document_numbers
 from .checks import check
 from .clock import Call, Sampler, Samples, interleave, processors, timed
-from .contestants import Contestant
+from .contestants import THREAD_VARIABLES, Contestant
 from .memory import PeakMemory
 from .peers import PREPARE, Unsupported, prepare
 
 __all__ = [
     "MODIFIERS",
     "PREPARE",
+    "THREAD_VARIABLES",
     "Call",
     "Case",
     "Contestant",

@@ -43,7 +43,7 @@ class Contestant:
         self, name: str, threads: int, environment: Mapping[str, str] | None = None
     ) -> None:
         self.name = name
-        threading = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+        threading = dict.fromkeys(THREAD_VARIABLES, str(threads))
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, name, threads), daemon=True)
@@ -93,13 +93,14 @@ class Contestant:
         return reply
 
 
-_THREAD_VARIABLES = (
+THREAD_VARIABLES = (
     "MKL_NUM_THREADS",
     "NUMBA_NUM_THREADS",
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+"""Environment variables that libraries read their number of threads from, on import."""
 
 
 @contextmanager
