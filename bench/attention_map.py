@@ -1,8 +1,8 @@
-"""What a look at attention costs: ``python bench/attention_map.py``.
+"""Measure the cost of looking at attention: ``python bench/attention_map.py``.
 
 `nattn.attention_map`, `nattn.row_stats` and `nattn.key_mass` take turns with `nattn.attention` on
-the same queries and keys. A ratio is the time of one over that of the forward pass, the median over
-the rounds; memory is the peak beyond what was there before.
+the same queries and keys. A ratio is the median over the rounds of its time over that of the
+forward pass; memory is the peak beyond what was resident before.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
 For each of the model's six layers q, k and v are given as (64, 12, 256, 32), and its output is
 made: by nattn, by PyTorch as BERT's plain ("eager") attention is written, and by PyTorch's fused
 ``scaled_dot_product_attention``. ``--model`` adds the whole model, from ready tokens to embeddings:
-nattn's layers, and transformers with both kinds of attention; it needs the model's package too.
+nattn's layers, and transformers with both kinds of attention; for this the model's package is
+needed too.
 
-Contestants take turns, each in a process of its own, and a figure is the median of the ratio within
-a round: above 1 nattn is the faster one.
+Contestants take turns, each in a process of its own, and a figure is the median over the rounds of
+the ratio within a round: above 1, nattn is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nattn.applications.measure import Case, Samples, check, interleave, processors, timed
+from nattn.applications.measure import (
+    THREAD_VARIABLES,
+    Case,
+    Samples,
+    check,
+    interleave,
+    processors,
+    timed,
+)
 
 LAYERS = 6
 BATCH, TOKENS = 64, 256
@@ -118,7 +127,7 @@ MODEL = {"nattn": our_model, "torch eager": eager_model, "torch fused": fused_mo
 
 
 def serve(pipe: Connection, prepare: Callable[[], Call]) -> None:
-    """Prepare a call, send its result, and then the seconds it takes as often as one asks."""
+    """Prepare a call, send its result, and then its time as often as asked."""
     call = prepare()
     pipe.send(call())
     sample = timed(call)
@@ -127,7 +136,7 @@ def serve(pipe: Connection, prepare: Callable[[], Call]) -> None:
 
 
 def measure(contestants: dict[str, Callable[[], Call]], rounds: int) -> Samples:
-    """Let contestants take turns, once all have given the same result."""
+    """Let contestants take turns, after checking that all give the same result."""
     context = multiprocessing.get_context("spawn")
     pipes, started, results = {}, [], {}
     try:
@@ -162,8 +171,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model", action="store_true", help="the whole model, too")
     chosen = parser.parse_args()
-    for library in ("MKL", "NUMBA", "OMP", "OPENBLAS", "VECLIB_MAXIMUM"):
-        os.environ[f"{library}_NUM_THREADS".replace("MAXIMUM_NUM", "MAXIMUM")] = str(chosen.threads)
+    os.environ |= dict.fromkeys(THREAD_VARIABLES, str(chosen.threads))
     tables = {f"attention of {LAYERS} layers": ATTENTION}
     if chosen.model:
         tables["the whole model"] = MODEL

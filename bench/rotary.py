@@ -1,10 +1,10 @@
-"""How near rotary comes to the machine's stream bandwidth: ``python bench/rotary.py``.
+"""Compare rotary with the machine's stream bandwidth: ``python bench/rotary.py``.
 
-Both work with as many threads on the same arrays, far larger than the caches, and take turns, so
-that whatever else the machine does meets them alike. The yardstick of rotary in place is ``x *= c``
-in NumPy, which reads and writes the same memory; that of rotary into another array is
-``np.multiply(x, c, out=y)``, and a copy. The ratio is that of the best times, and the median of
-those of single rounds.
+All contestants use the same number of threads and the same arrays, far larger than the caches, and
+take turns, so that other work on the machine slows them alike. Rotary in place is compared with
+``x *= c`` in NumPy, which reads and writes the same memory; rotary into another array with
+``np.multiply(x, c, out=y)`` and with a copy. The figures are the ratio of the best times and the
+median of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from nattn.positional import Rotary
 
 
 def measure(dtype: str, pairing: str, shape: tuple[int, ...], threads: int, rounds: int) -> None:
-    """Print the bandwidth of rotary as a share of that of NumPy's own passes over memory."""
+    """Print the bandwidth of rotary in % of that of NumPy's passes over the same memory."""
     x = np.random.default_rng(0).standard_normal(shape, dtype=np.dtype(dtype).type)
     y = np.ones_like(x)
     one = x.dtype.type(1)
     rotary = Rotary(shape[-1], pairing=pairing)
-    parts = [slice(x.size * i // threads, x.size * (i + 1) // threads) for i in range(threads)]
+    splits = [slice(x.size * i // threads, x.size * (i + 1) // threads) for i in range(threads)]
     flat, other = x.reshape(-1), y.reshape(-1)
     with ThreadPoolExecutor(threads) as pool:
 
         def each(work: Callable[[slice], object]) -> Callable[[], object]:
-            return lambda: list(pool.map(work, parts))
+            return lambda: list(pool.map(work, splits))
 
         contestants: dict[str, Callable[[], object]] = {
             "scale in place": each(lambda s: np.multiply(flat[s], one, out=flat[s])),
@@ -65,7 +65,7 @@ def measure(dtype: str, pairing: str, shape: tuple[int, ...], threads: int, roun
 
 
 def main() -> None:
-    """Measure float32 and float64 in both pairings, or what the command line names."""
+    """Measure float32 and float64 in both pairings, or those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--length", type=int, default=16384)

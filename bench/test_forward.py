@@ -1,12 +1,12 @@
 """pytest-benchmark: nattn, the reference, NumPy and the peers that are installed, side by side.
 
-Run it with ``python -m pytest bench``, a part of it with ``-k "causal and not jax"``; compare two
-states of the code with ``--benchmark-autosave`` and ``--benchmark-compare``. `python -m nattn
-bench` makes the README's table: there contestants take turns, which is the fairer comparison.
+Run all with ``python -m pytest bench``, some with ``-k "causal and not jax"``; compare two states
+of the code with ``--benchmark-autosave`` and ``--benchmark-compare``. `python -m nattn bench` makes
+the tables of the documentation: there contestants take turns, which is the fairer comparison.
 
 The cases are those of the tests that every contestant can run, and sizes at which speed counts.
-Each contestant works in a process of its own; asking it takes about 0.1 ms. The tests' cases with
-modifiers and masks are for nattn and the reference alone, in this process.
+Each contestant works in a process of its own; a request takes about 0.1 ms. The tests' cases with
+modifiers and masks are for nattn and the reference only, in this process.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def contestants() -> Iterator[dict[str, Contestant]]:
 def test_forward(
     name: str, contestant: str, contestants: dict[str, Contestant], benchmark: Any
 ) -> None:
-    """Time one call; preparing it has compiled everything and checked the result."""
+    """Time one call; preparing has compiled everything and checked the result."""
     benchmark.group = name
     case = (SHARED | LARGE)[name]
     if contestant == "flex" and case.mod is None and case.window is None:
@@ -93,7 +93,7 @@ def test_forward(
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.name)
 def test_modified(case: cases.Case, backend: str, benchmark: Any) -> None:
-    """Time one small call, most of which is what surrounds the kernel."""
+    """Time one small call, most of which is the work around the kernel."""
     benchmark.group = case.name
     q, k, v, options = case.make("float32")
     benchmark(nattn.attention, q, k, v, backend=backend, **options)

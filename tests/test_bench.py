@@ -10,16 +10,17 @@ import pytest
 
 from nattn.applications import bench
 from nattn.applications.bench import (
-    Against,
     BenchError,
-    Curve,
-    Memory,
-    Plan,
+    ExtraMemory,
+    Growth,
+    Ratio,
     Result,
+    Settings,
     Snippet,
     Speed,
+    Sweep,
 )
-from nattn.applications.measure import MODIFIERS, PREPARE, Case
+from nattn.applications.measure import MODIFIERS, PREPARE, Case, Unsupported
 
 ABOUT = {"processor": "Example 9000", "threads": "2"}
 
@@ -51,7 +52,7 @@ def test_rows_have_names_of_their_own() -> None:
 
 
 def test_every_modifier_is_measured() -> None:
-    cases = [row.case for row in bench.ROWS if isinstance(row, Speed | Against | Memory)]
+    cases = [row.case for row in bench.ROWS if isinstance(row, Speed | Ratio | ExtraMemory)]
     assert {case.mod for case in cases} == {None, *MODIFIERS}
 
 
@@ -82,7 +83,8 @@ def test_a_table_for_markdown() -> None:
     for text in (first, second):
         rows = [line.strip("|").split("|") for line in text.splitlines()]
         assert len({len(row) for row in rows}) == 1
-        assert set(rows[1][0].strip()) == {"-"}
+        assert set(rows[1][0].strip()) == {":", "-"}
+        assert rows[1][0].strip().startswith(":-")
         assert rows[1][1].strip().endswith("-:")
 
 
@@ -94,7 +96,7 @@ def test_notes_come_once() -> None:
 
 
 def test_the_table_goes_between_the_markers_again_and_again(tmp_path: Path) -> None:
-    path = tmp_path / "README.md"
+    path = tmp_path / "benchmarks.md"
     path.write_text(FILE, encoding="utf-8")
     for _ in range(2):
         bench.write_markdown(path, RESULTS, ABOUT)
@@ -128,7 +130,8 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_a_plot(tmp_path: Path) -> None:
-    found = [Curve("nattn", [512, 1024], [1e-3, 4e-3], [0.0, 0.0]), Curve("numpy", [512], [2], [3])]
+    growths = [Growth("nattn", [512, 1024], [50, 60], [0.0, 0.0]), Growth("numpy", [512], [2], [3])]
+    found = Sweep([70.0, 71.0], growths, [])
     bench.plot(tmp_path / "x.png", found)
     with PIL.Image.open(tmp_path / "x.png") as picture:
         assert picture.format == "PNG"
@@ -136,17 +139,22 @@ def test_a_plot(tmp_path: Path) -> None:
         bench.plot(tmp_path, found)
 
 
-def test_a_plot_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.check_table()
     bench.check_plot(tmp_path / "x.png")
     with pytest.raises(BenchError, match="plot: no folder"):
         bench.check_plot(tmp_path / "no" / "x.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BenchError, match=r"pip install 'nattn\[demo\]'"):
+    with pytest.raises(BenchError, match=r"matplotlib is .* plot .*pip install 'nattn\[bench\]'"):
         bench.check_plot(tmp_path / "x.png")
+    with pytest.raises(BenchError, match=r"tabulate is .* table .*pip install 'nattn\[bench\]'"):
+        bench.check_table()
 
 
 SMALL = Case(H=2, N=64, D=16)
-PLAN = Plan(threads=1, rounds=2, peers=("numpy",))
+SETTINGS = Settings(threads=1, rounds=2, peers=("numpy",))
 
 
 def test_every_kind_of_row_is_measured() -> None:
@@ -154,16 +162,16 @@ def test_every_kind_of_row_is_measured() -> None:
     rows: list[bench.Row] = [
         Speed("a", "speed", SMALL, 85, {"numpy": 2.0}),
         Speed("b", "no such matrix", Case(H=1, N=24_000, D=4, window=(1, 0)), peers=("numpy",)),
-        Against("c", "forms", Case(H=2, N=64, D=16, form="packed"), SMALL, 0.85),
-        Against("c", "modified", Case(H=2, N=64, D=16, mod="softcap"), SMALL, 0.85),
-        Memory("d", "memory", SMALL, 32),
+        Ratio("c", "forms", Case(H=2, N=64, D=16, form="packed"), SMALL, 0.85),
+        Ratio("c", "modified", Case(H=2, N=64, D=16, mod="softcap"), SMALL, 0.85),
+        ExtraMemory("d", "memory", SMALL, 32),
         Snippet("e", "latency", "print(0.25)", 1.0),
         Snippet(
             "f", "cold", "import os; print(len(os.environ['NATTN_CACHE_DIR']))", 1.0, cold=True
         ),
         Snippet("g", "counted", "print(3)", 0, unit="compilations"),
     ]
-    results = bench.run(rows, PLAN, told.append)
+    results = bench.run(rows, SETTINGS, told.append)
     assert told == results
     speed, alone, forms, modified, memory, latency, cold, counted = results
     assert set(speed.figures) == {"GFLOP/s", "% of peak", "x numpy"}
@@ -193,46 +201,49 @@ class Fixed:
     def sample(self) -> float:
         return self.seconds
 
-    def peak(self, dtype: str) -> float:
+    def peak(self, dtype: str = "float32") -> float:
         return 100.0
+
+    def extra_memory(self) -> int:
+        return 0
 
 
 def test_a_figure_is_work_over_time_over_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {"nattn": Fixed(0.002), "numpy": Fixed(0.005)}
-    monkeypatch.setattr(bench.Field, "get", lambda self, name, *args, **kwargs: fixed[name])
-    (result,) = bench.run([Speed("a", "speed", Case(H=1, N=1000, D=25))], PLAN)
+    monkeypatch.setattr(bench.Contestants, "get", lambda self, name, *args, **kwargs: fixed[name])
+    (result,) = bench.run([Speed("a", "speed", Case(H=1, N=1000, D=25))], SETTINGS)
     assert result.figures == pytest.approx({"GFLOP/s": 50.0, "% of peak": 50.0, "x numpy": 2.5})
 
 
 def test_a_ratio_is_of_times_or_of_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {0: Fixed(0.002), 1: Fixed(0.006)}
-    monkeypatch.setattr(bench.Field, "get", lambda self, name, *args, copy=0: fixed[copy])
+    monkeypatch.setattr(bench.Contestants, "get", lambda self, name, *args, copy=0: fixed[copy])
     half, whole = Case(H=1, N=100, D=4), Case(H=2, N=100, D=4)
-    rows = [Against(name, name, half, whole, 1.0, by_work=name == "b") for name in "ab"]
-    times, speeds = bench.run(rows, PLAN)
+    rows = [Ratio(name, name, half, whole, 1.0, by_work=name == "b") for name in "ab"]
+    times, speeds = bench.run(rows, SETTINGS)
     assert times.figures["ratio"] == pytest.approx(3.0)
     assert speeds.figures["ratio"] == pytest.approx(1.5)
 
 
 def test_known_functions_are_not_compiled_again() -> None:
-    rebound, later = bench.run(bench.select(["rebound", "later"]), Plan(1, 1, ()))
+    rebound, later = bench.run(bench.select(["rebound", "later"]), Settings(1, 1, ()))
     assert rebound.figures == later.figures == {"compilations": 0}
 
 
 def test_compilations_are_counted() -> None:
     """Were the counter blind, the rows that ask for none would always do well."""
     code = bench.MODIFIED + "print(compilations(lambda: nattn.attention(x, x, x, score_mod=fresh)))"
-    (result,) = bench.run([Snippet("a", "new", code, 0, unit="compilations")], Plan(1, 1, ()))
+    (result,) = bench.run([Snippet("a", "new", code, 0, unit="compilations")], Settings(1, 1, ()))
     assert result.figures["compilations"] >= 1
 
 
 def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
     rows: list[bench.Row] = [
         Snippet("a", "broken", "1 / 0", 1.0),
-        Memory("b", "wrong form", Case(form="no such form"), 1.0),
+        ExtraMemory("b", "wrong form", Case(form="no such form"), 1.0),
         Snippet("c", "sound", "print(1)", 1.0),
     ]
-    broken, wrong, sound = bench.run(rows, PLAN)
+    broken, wrong, sound = bench.run(rows, SETTINGS)
     assert broken.figures == wrong.figures == {}
     assert "ZeroDivisionError" in broken.notes[0]
     assert "no such form" in wrong.notes[0]
@@ -241,10 +252,33 @@ def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
     assert len(bench.notes([broken, wrong, sound])) == 2
 
 
-def test_curves() -> None:
-    nattn, numpy = bench.curves(PLAN, [256, 1024])
+def test_speed_and_memory_against_n() -> None:
+    found = bench.sweep(SETTINGS, [256, 1024])
+    nattn, numpy = found.growths
     assert (nattn.name, numpy.name) == ("nattn", "numpy")
-    for curve in (nattn, numpy):
-        assert curve.n == [256, 1024]
-        assert all(s > 0 for s in curve.seconds)
+    assert len(found.peak) == 2
+    for growth in found.growths:
+        assert growth.n == [256, 1024]
+        assert all(speed > 0 for speed in growth.gflops)
     assert numpy.mib[1] > 3.5 > nattn.mib[1]  # the dense matrix has 4 MiB
+
+
+class Broken(Fixed):
+    """A contestant that cannot do any case."""
+
+    def prepare(self, case: Case) -> None:
+        raise Unsupported("too large")
+
+
+def test_a_sweep_says_who_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that cannot go on is noted and left out; without nattn there is no plot."""
+    fixed = {"nattn": Fixed(0.002), "numpy": Broken(0.0)}
+    monkeypatch.setattr(bench.Contestants, "get", lambda self, name: fixed[name])
+    found = bench.sweep(SETTINGS, [500, 1000])
+    (nattn,) = found.growths
+    assert nattn.gflops == pytest.approx([4 * 64 * n * n / 0.002 / 1e9 for n in (500, 1000)])
+    assert found.peak == [100.0, 100.0]
+    assert found.notes == ["numpy, n=500: too large"]
+    fixed["nattn"] = Broken(0.0)
+    with pytest.raises(BenchError, match="plot: too large"):
+        bench.sweep(SETTINGS, [500])

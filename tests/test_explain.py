@@ -351,7 +351,7 @@ def test_the_folder_s_name_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
-    "library", ["matplotlib", "latex2mathml.converter", "PIL.Image", "threadpoolctl"]
+    "library", ["jinja2", "matplotlib", "latex2mathml.converter", "PIL.Image", "threadpoolctl"]
 )
 def test_without_the_extra(library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, library, None)

@@ -126,6 +126,19 @@ def test_an_error_is_one_line(
     assert errors.count("\n") == 1
 
 
+def test_bench_without_its_table_library(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    assert command_line.main(["bench", "--quick"]) == 1
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors == (
+        "nattn bench: tabulate is not installed; the table needs: "
+        "python -m pip install 'nattn[bench]'\n"
+    )
+
+
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"nattn {nattn.__version__}\n", "")
@@ -168,14 +181,14 @@ def test_demo_says_so_when_the_check_fails(
 
 
 def test_bench(tmp_path: Path) -> None:
-    readme = tmp_path / "x.md"
-    readme.write_text(f"{bench.BEGIN}\n{bench.END}\n", encoding="utf-8")
-    files = ["--json", str(tmp_path / "x.json"), "--markdown", str(readme)]
+    page = tmp_path / "x.md"
+    page.write_text(f"{bench.BEGIN}\n{bench.END}\n", encoding="utf-8")
+    files = ["--json", str(tmp_path / "x.json"), "--markdown", str(page)]
     done = run("bench", "--rows", "short", "--rounds", "1", "--peers", "numpy", *files)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert re.search(r"^N=512 D=64 +\d+ +\d+% \(70%\) +[\d.]+$", done.stdout, re.MULTILINE)
-    assert "| N=512 D=64 " in readme.read_text(encoding="utf-8")
+    assert "| N=512 D=64 " in page.read_text(encoding="utf-8")
     samples = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["results"][0]["samples"]
     assert {name: len(values) for name, values in samples.items()} == {
         "nattn": 1,

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,20 @@ from nattn.applications.measure import (
     PeakMemory,
     Samples,
     Unsupported,
+    clock,
     interleave,
+    memory,
     timed,
 )
 
 SMALL = Case(B=1, H=2, N=96, D=16)
 
 
-def test_examples() -> None:
-    assert doctest.testmod(measure).failed == 0
+@pytest.mark.parametrize("module", [clock, memory])
+def test_examples(module: ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert results.failed == 0
+    assert results.attempted > 0
 
 
 # Counting
@@ -154,7 +160,7 @@ def test_short_calls_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         now[0] += 0.25
 
-    monkeypatch.setattr("nattn.applications.measure.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("nattn.applications.measure.clock.time.perf_counter", lambda: now[0])
     assert timed(call, at_least=1.0)() == 0.25
     assert now[0] == 1.0
     assert timed(call, at_least=0.1)() == 0.25

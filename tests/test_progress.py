@@ -1,4 +1,4 @@
-"""nattn.call.progress: seen on a terminal, by who waits, and gone afterwards."""
+"""The progress bar: seen on a terminal, by a person who waits, and gone afterwards."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import io
 
 import pytest
 
+from nattn.applications import progress_bar
+from nattn.applications.progress_bar import ProgressBar
 from nattn.call import progress
-from nattn.call.progress import Progress
 
 
 def test_examples() -> None:
-    assert doctest.testmod(progress).failed == 0
+    for module in (progress, progress_bar):
+        results = doctest.testmod(module)
+        assert results.failed == 0
+        assert results.attempted > 0
 
 
 class Terminal(io.StringIO):
@@ -29,12 +33,12 @@ class AsciiTerminal(Terminal):
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("nattn.call.progress.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("nattn.applications.progress_bar.time.monotonic", lambda: self.now)
 
 
 def test_draws_after_a_while_and_clears_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = Clock(monkeypatch), Terminal()
-    with Progress("work", after=1.5, stream=stream) as progress:
+    with ProgressBar("work", after=1.5, stream=stream) as progress:
         clock.now += 1.0
         progress(0.25)
         assert stream.getvalue() == ""
@@ -50,7 +54,7 @@ def test_draws_after_a_while_and_clears_the_line(monkeypatch: pytest.MonkeyPatch
 
 def test_draws_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = Clock(monkeypatch), Terminal()
-    progress = Progress("work", after=0.0, stream=stream)
+    progress = ProgressBar("work", after=0.0, stream=stream)
     for i in range(1000):
         clock.now += 0.001
         progress(i / 1000)
@@ -59,7 +63,7 @@ def test_draws_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_says_nothing_to_a_file_or_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = Clock(monkeypatch), io.StringIO()
-    with Progress("work", after=0.0, stream=stream) as progress:
+    with ProgressBar("work", after=0.0, stream=stream) as progress:
         clock.now += 10
         progress(0.5)
     assert stream.getvalue() == ""
@@ -67,7 +71,7 @@ def test_says_nothing_to_a_file_or_pipe(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_short_job_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
-    with Progress("work", stream=stream) as progress:
+    with ProgressBar("work", stream=stream) as progress:
         progress(1.0)
     assert stream.getvalue() == ""
 
@@ -76,7 +80,7 @@ def test_clears_the_line_when_the_job_fails(monkeypatch: pytest.MonkeyPatch) -> 
     clock, stream = Clock(monkeypatch), Terminal()
 
     def job() -> None:
-        with Progress("work", after=0.0, stream=stream) as progress:
+        with ProgressBar("work", after=0.0, stream=stream) as progress:
             clock.now += 5
             progress(0.1)
             raise KeyboardInterrupt
@@ -100,7 +104,7 @@ def test_clears_the_line_when_interrupted_while_it_is_drawn(
     clock, stream = Clock(monkeypatch), Interrupting()
 
     def job() -> None:
-        with Progress("work", after=0.0, stream=stream) as progress:
+        with ProgressBar("work", after=0.0, stream=stream) as progress:
             clock.now += 5
             progress(0.1)
 
@@ -113,7 +117,7 @@ def test_clears_the_line_when_interrupted_while_it_is_drawn(
 
 def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = Clock(monkeypatch), AsciiTerminal()
-    progress = Progress("work", after=0.0, stream=stream)
+    progress = ProgressBar("work", after=0.0, stream=stream)
     clock.now += 1
     progress(0.5)
     assert " 50%" in stream.getvalue()

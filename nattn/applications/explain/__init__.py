@@ -1,8 +1,8 @@
 """Explain self-attention on one illustrated page, with figures computed on the spot.
 
-Each step has its formula and a figure that nattn computes while the page is made; the last one is
-a real model, all-MiniLM-L6-v2, and a sentence of the reader's. The page is a single HTML file that
-needs nothing from elsewhere. The figures lie beside it as PNGs.
+Each step has a formula and a figure that nattn computes while the page is made. The last one shows
+a real model, all-MiniLM-L6-v2, reading a sentence of the reader's. The page is a single HTML file
+that needs nothing from elsewhere. The figures lie beside it as PNGs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from ...call.progress import Progress, part_of
 from ...nn.files import replaced
+from ..progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from ..minilm import MiniLM
     from .page import Step
 
 SENTENCE = "She played the keys of the piano and lost the keys of her car."
-"""One word in two meanings, to see whether its company tells them apart."""
+"""It has one word in two meanings: does the model tell them apart by their context?"""
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 """Lengths at which time and memory are measured."""
@@ -46,11 +47,11 @@ class Settings:
     model : bool
         Whether to end with the real model.
     learning : bool
-        Whether to train the small layers, which takes longest.
+        Whether to train the small layers: the slowest step.
     tokens : int
         Length of the long sequence, 1536 or more.
     sizes : tuple of int
-        Lengths at which time and memory are measured: two or more, rising.
+        Lengths at which time and memory are measured: two or more, ascending.
     """
 
     sentence: str = SENTENCE
@@ -79,7 +80,7 @@ class Report:
     figures : tuple of Path
         The PNGs.
     seconds : dict
-        What each step took, by its name, in the order of the page.
+        Time of each step, by its name, in the order of the page.
     """
 
     output: Path
@@ -114,16 +115,16 @@ def run(settings: Settings) -> Report:
     Raises
     ------
     ExplainError
-        If a setting, a file or a library is at fault: before any work. If writing fails, figures
-        may be left, each of them whole, and the page is as it was.
+        If a setting, a file or a library is at fault: before any work. If writing fails, some of
+        the figures may be new, each of them whole, and the page is unchanged.
     """
     model = _check(settings)
     from threadpoolctl import threadpool_limits
 
     from . import drawing, lengths, page, steps
 
-    # the shares of the time are guesses, for the bar alone
-    chapters: list[tuple[str, float, Callable[[Callable[[float], object]], Step]]] = [
+    # with each chapter a guess at its time, relative to the others: for the progress bar alone
+    chapters: list[tuple[str, float, Callable[[Progress], Step]]] = [
         ("average", 1, lambda progress: steps.average()),
         ("projections", 1, lambda progress: steps.projections()),
         ("scale", 2, lambda progress: steps.scaling()),
@@ -143,19 +144,19 @@ def run(settings: Settings) -> Report:
         chapters.append(("model", 6, lambda progress: sentence.chapter(known, settings.sentence)))
     seconds: dict[str, float] = {}
     made: list[Step] = []
-    whole_share = sum(share for _, share, _ in chapters)
-    with Progress("explaining") as bar, drawing.style():
+    total = sum(cost for _, cost, _ in chapters)
+    with ProgressBar("explaining") as bar, drawing.style():
         done = 0.0
-        for name, share, chapter in chapters:
-            part = part_of(bar, done / whole_share, (done + share) / whole_share)
-            part(0.0)
+        for name, cost, chapter in chapters:
+            progress = part_of(bar, done / total, (done + cost) / total)
+            progress(0.0)
             start = time.perf_counter()
-            # OpenBLAS gains nothing by threads in products as small as most of these, and where
-            # other processes are busy its threads wait for each other, twenty times as long
+            # Most products here are too small to gain from threads of OpenBLAS, which wait for each
+            # other where other processes are busy: twenty times slower
             with threadpool_limits(None if name == "price" else 1, "blas"):
-                made.append(chapter(part))
+                made.append(chapter(progress))
             seconds[name] = time.perf_counter() - start
-            done += share
+            done += cost
     start = time.perf_counter()
     whole = page.page(made).encode("utf-8")
     pictures = {panel.name: panel.png for step in made for panel in step.panels}
@@ -165,7 +166,7 @@ def run(settings: Settings) -> Report:
 
 
 def _check(settings: Settings) -> MiniLM | None:
-    """Find out, before any work, what would fail after it; return the model."""
+    """Raise ExplainError for what would fail later, before any work; return the model."""
     if not settings.sentence.strip():
         raise ExplainError("sentence: expected words, got none")
     if settings.tokens < 1536:
@@ -184,6 +185,7 @@ def _check(settings: Settings) -> MiniLM | None:
         if place.exists() and not os.access(place, os.W_OK):
             raise ExplainError(f"output: cannot write into {place}")
     try:
+        import jinja2  # noqa: F401
         import latex2mathml.converter  # noqa: F401
         import matplotlib  # noqa: F401
         import PIL.Image  # noqa: F401
@@ -196,13 +198,13 @@ def _check(settings: Settings) -> MiniLM | None:
         return None
     from ..minilm import MiniLM
 
-    leave = "; or leave the real model out with --no-model"
+    hint = "; or leave the real model out with --no-model"
     try:
         model = MiniLM.load()
     except ImportError as error:
-        raise ExplainError(f"model: {error}{leave}") from None
+        raise ExplainError(f"model: {error}{hint}") from None
     except (OSError, ValueError) as error:
-        raise ExplainError(f"model: {error}{leave}") from error
+        raise ExplainError(f"model: {error}{hint}") from error
     try:
         model.tokenize(settings.sentence)
     except ValueError as error:
@@ -211,15 +213,15 @@ def _check(settings: Settings) -> MiniLM | None:
 
 
 def _write(settings: Settings, whole: bytes, pictures: dict[str, bytes]) -> tuple[Path, ...]:
-    """Write the files, each whole or not at all, and the page last: what it stands for is there."""
+    """Write the files, each of them whole or not at all, and the page last."""
     try:
         settings.folder.mkdir(exist_ok=True)
         paths = [settings.folder / f"{name}.png" for name in pictures]
         for path, picture in zip(paths, pictures.values(), strict=True):
-            with replaced(path) as part:
-                part.write_bytes(picture)
-        with replaced(settings.output) as part:
-            part.write_bytes(whole)
+            with replaced(path) as new:
+                new.write_bytes(picture)
+        with replaced(settings.output) as new:
+            new.write_bytes(whole)
     except OSError as error:
         name = error.filename or settings.output
         raise ExplainError(f"output: cannot write {name}: {error.strerror or error}") from None

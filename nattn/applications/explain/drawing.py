@@ -1,4 +1,4 @@
-"""Figures of the page: one look for all, drawn by matplotlib into SVG (the page) and PNG."""
+"""Figures of the page in one style, drawn by matplotlib as SVG for the page and as PNG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 WIDTH = 330
-"""Width of a panel in CSS pixels: what a phone of 360 shows without shrinking the text."""
+"""Width of a panel in CSS pixels: it fits a phone of 360 without smaller text."""
 
 INK = "#20262d"
 SOFT = "#6a737d"
@@ -29,10 +29,10 @@ GREEN = "#3b925a"
 RED = "#c4504a"
 VIOLET = "#8763b5"
 SERIES = (BLUE, ORANGE, GREEN, VIOLET, RED)
-"""Middle tones: they are seen on white and on black."""
+"""Middle tones, visible on white and on black."""
 
 _ON_THE_PAGE = {INK: "currentColor", SOFT: "var(--soft)"}
-"""What is drawn in ink follows the page, by day and by night."""
+"""These colours follow the page, light or dark."""
 
 _STYLE: dict[str, Any] = {
     "axes.edgecolor": SOFT,
@@ -77,7 +77,7 @@ class Panel:
     name : str
         Name of its file, without the ending.
     alt : str
-        What it shows, for those who do not see it.
+        What it shows, for readers who cannot see it.
     svg : str
         The element for the page.
     png : bytes
@@ -134,10 +134,10 @@ def finish(figure: Any, name: str, alt: str) -> Panel:
 
     svg, png = io.StringIO(), io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": name}):
-        # a sentence may be in a script that the font lacks: the page uses the reader's fonts
+        # the font may lack the script of a sentence; the page uses the reader's fonts
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         warnings.filterwarnings("ignore", message="Matplotlib currently does not support")
-        # `savefig` would find places for everything again each time, and draw twice
+        # `savefig` would run the layout again for each format, and draw twice
         figure.dpi = 72
         agg = FigureCanvasAgg(figure)
         figure.get_layout_engine().execute(figure)
@@ -151,7 +151,7 @@ def finish(figure: Any, name: str, alt: str) -> Panel:
 
 
 def _for_the_page(svg: str, alt: str) -> str:
-    """Turn matplotlib's file into an element: no header, no fixed size, no ids but those used."""
+    """Turn matplotlib's file into an element without header, fixed size and unused ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
@@ -172,7 +172,7 @@ def _for_the_page(svg: str, alt: str) -> str:
 
 
 def size(pixels: float) -> str:
-    """Return the width of a picture: it shrinks a little on a phone, and scrolls where it must."""
+    """Return the CSS width of a picture: on a phone it shrinks a little, and else scrolls."""
     least = f";min-width:{0.92 * pixels:.0f}px" if pixels > 360 else ""
     return f"width:{pixels:.0f}px{least}"
 
@@ -201,7 +201,7 @@ def heat(
     signed : bool
         Whether 0 is the middle of the colours.
     limit : float, optional
-        What the strongest colour means; the largest magnitude by default.
+        The value of the strongest colour; the largest magnitude by default.
     rows, columns : sequence of str, optional
         Names beside the matrix, one for each row or column.
     frame : bool
@@ -238,7 +238,7 @@ _UNITS = {
 
 
 def decades(axis: Any, unit: str = "") -> None:
-    """Label the powers of ten of a logarithmic axis, in a unit's multiples if there is one."""
+    """Label the powers of ten of a logarithmic axis, with multiples of a unit if one is given."""
     from matplotlib.ticker import NullLocator
 
     def label(value: float, _: int) -> str:
@@ -255,7 +255,7 @@ def decades(axis: Any, unit: str = "") -> None:
 
 
 def scale(figure: Any, image: Any, axes: Any, label: str) -> None:
-    """Draw what the colours of `heat` mean."""
+    """Draw the colour bar of a `heat`."""
     bar = figure.colorbar(image, ax=axes, label=label, fraction=0.06, pad=0.03)
     bar.solids.set_rasterized(True)
     bar.outline.set_visible(False)
@@ -270,7 +270,7 @@ def pixels(matrix: Array) -> str:
     Parameters
     ----------
     matrix : ndarray
-        ``(rows, columns)`` in [0, 1]: from clear, which shows the page behind, to full colour.
+        ``(rows, columns)`` in [0, 1]: from transparent to full colour.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The steps about length: the price of n², long sequences that can be looked at, and learning."""
+"""The later steps: the price of n², looking at a long sequence, and learning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from itertools import cycle
 import numpy as np
 
 from ...api import diagnostics, functional
+from ...call.progress import Progress
 from .. import learning
 from ..measure import PeakMemory
 from .drawing import BLUE, ORANGE, RED, SOFT, Array, canvas, decades, finish, heat
@@ -21,7 +22,7 @@ from .steps import gaussian, scientific
 
 
 PAGE = 4096
-"""Bytes of a page of memory: less is not seen."""
+"""Bytes of a page of memory, the least that is measured."""
 
 
 def price(sizes: Sequence[int]) -> Step:
@@ -35,7 +36,7 @@ def price(sizes: Sequence[int]) -> Step:
     for n in sizes:
         q, k, v = gaussian(n, 3, n, d)
         out = np.empty_like(q)
-        out.fill(0.0)  # in memory before it is measured
+        out.fill(0.0)  # resident before it is measured
         runs: dict[str, Callable[[], Array]] = {
             "dense": functools.partial(_dense, q, k, v),
             "nattn": functools.partial(functional.attention, q, k, v, out=out),
@@ -107,7 +108,7 @@ def price(sizes: Sequence[int]) -> Step:
 
 
 def _dense(q: Array, k: Array, v: Array) -> Array:
-    """Attention as the formula has it, with the matrix, in NumPy; the matrix is reused."""
+    """Compute attention as the formula says, in NumPy, with one matrix that is reused."""
     s = q @ k.T
     s *= np.float32(1 / math.sqrt(q.shape[1]))
     s -= s.max(axis=1, keepdims=True)
@@ -117,7 +118,7 @@ def _dense(q: Array, k: Array, v: Array) -> Array:
 
 
 def _least_time(function: Callable[[], object], budget: float = 0.3) -> float:
-    """Return the least time of some runs: others disturb, nobody helps."""
+    """Return the least time of some runs: other processes only make a run slower."""
     best, start = math.inf, time.perf_counter()
     while True:
         before = time.perf_counter()
@@ -131,7 +132,7 @@ def _least_time(function: Callable[[], object], budget: float = 0.3) -> float:
 
 
 def long(n: int) -> Step:
-    """Look at the attention of a long sequence without its matrix."""
+    """Show the attention of a long sequence without its matrix."""
     d, blocks, form = 64, 256, "ABABCB"
     rng = np.random.default_rng(12)
     part = n // len(form)
@@ -226,7 +227,7 @@ def long(n: int) -> Step:
 
 
 def _means(values: Array, blocks: int) -> Array:
-    """Return the means of as many consecutive blocks."""
+    """Return the means of `blocks` consecutive blocks."""
     return np.array([part.mean(dtype=np.float64) for part in np.array_split(values, blocks)])
 
 
@@ -238,11 +239,11 @@ def _places(form: str, name: str) -> list[int]:
 
 
 BLIND = "blind "
-"""How names of curves without positions begin."""
+"""Beginning of the names of curves without positions."""
 
 
-def learned(progress: Callable[[float], object] | None = None) -> Step:
-    """Train small layers, and show what they learn and what they cannot without positions."""
+def learned(progress: Progress | None = None) -> Step:
+    """Train small layers; show what they learn, and what they cannot learn without positions."""
     tasks: dict[str, list[learning.Curve]] = {}
     for curve in learning.learn_all(progress):
         tasks.setdefault(curve.name.removeprefix(BLIND), []).append(curve)

@@ -1,4 +1,4 @@
-"""The last chapter: what the words of a sentence do in a real model."""
+"""The last chapter: how a real model reads a sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..minilm import MiniLM
 from .drawing import GREEN, ORANGE, SOFT, Array, Panel, canvas, finish, heat, pixels
-from .page import Step, choices, choices_style, figure, formula, paragraph, table, text
+from .page import Step, choices, choices_style, figure, formula, paragraph, similarities, text
 
 OTHERS = (
     "She played the piano all evening.",
@@ -18,14 +18,14 @@ OTHERS = (
     "The key to the front door is missing.",
     "Bread is baked in the oven.",
 )
-"""What the reader's sentence is compared with: two of music, two of locks, one of neither."""
+"""Compared with the reader's sentence: two of music, two of locks, one of neither."""
 
 PUNCTUATION = set(".,;:!?-\"'()[]")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the model makes of a sentence.
+    """A sentence in the model: tokens, weights and rows.
 
     Attributes
     ----------
@@ -143,10 +143,10 @@ HABITS = {
 
 
 def _shares(reading: Reading) -> dict[str, Array]:
-    """Return how much of a head's weight goes where, ``(layers, heads)`` each.
+    """Return how much of a head's weight each habit gets, ``(layers, heads)`` each.
 
-    The mean over the words that ask. [CLS] and [SEP] ask too, but what they do is their own.
-    What is left of 1 goes to punctuation further away.
+    It is the mean over the rows of words: rows of [CLS] and [SEP] do not count. The rest, up to
+    1, goes to punctuation further away.
     """
     n = len(reading.words)
     i, j = np.indices((n, n))
@@ -169,7 +169,7 @@ def _shares(reading: Reading) -> dict[str, Array]:
 
 
 def _strongest(reading: Reading, weights: Array) -> tuple[int, int] | None:
-    """Return which word gives another one, not its neighbour, most weight."""
+    """Return the row and key of the largest weight between two words that are not neighbours."""
     n = len(reading.words)
     i, j = np.indices((n, n))
     able = reading.spoken & reading.spoken[:, None] & (abs(i - j) > 1)
@@ -180,7 +180,7 @@ def _strongest(reading: Reading, weights: Array) -> tuple[int, int] | None:
 
 
 def _chosen(reading: Reading, shares: dict[str, Array]) -> tuple[list[Panel], str]:
-    """Draw the head that has most of each habit."""
+    """Draw, for each habit, the head that has most of it."""
     panels, told = [], []
     for habit in ("previous", "next", "begin", "far"):
         share = shares[habit]
@@ -212,11 +212,11 @@ CELL = 13
 """Pixels of a word on an axis."""
 
 MOST_WORDS = 80
-"""Tokens of which words are on the axes: with more a picture shows the pattern alone."""
+"""With more tokens than these the axes have no words: the picture shows the pattern alone."""
 
 
 def _with_words(weights: Array, words: Sequence[str], title: str, name: str, alt: str) -> Panel:
-    """Draw weights with the words on the axes, as large as they need."""
+    """Draw weights with the words on the axes, large enough to read them."""
     many = len(words) > MOST_WORDS
     side = 600 if many else max(330, CELL * len(words) + 70)
     drawn, axes = canvas(width=side, height=side + 20)
@@ -228,7 +228,7 @@ def _with_words(weights: Array, words: Sequence[str], title: str, name: str, alt
 
 
 def _overview(reading: Reading) -> Panel:
-    """Draw all heads small, for the folder: the page has its own, to choose from."""
+    """Draw all heads small, for the folder of PNGs: the page has `_browser` instead."""
     n_layers, n_heads, n, _ = reading.weights.shape
     gap = 1 + n // 12
     tiles = np.full((n_layers, n_heads, n + gap, n + gap), np.nan)
@@ -266,11 +266,11 @@ def _browser(reading: Reading, shares: dict[str, Array]) -> str:
     return choices(names, small, about, reading.words, n_heads, first)
 
 
-# A word and its company
+# A word and its context
 
 
 def _followed(reading: Reading) -> tuple[list[Panel], str]:
-    """Follow a word that comes twice, or else the longest, through the layers."""
+    """Follow a word that occurs twice, or else the longest, through the layers."""
     if not reading.spoken.any():
         return [], ""
     places = _twice(reading)
@@ -309,7 +309,7 @@ def _followed(reading: Reading) -> tuple[list[Panel], str]:
 
 
 def _apart(reading: Reading, one: int, two: int) -> tuple[Panel, str]:
-    """Show which words' rows tell two places of a word apart, layer by layer."""
+    """Show which words' rows tell two occurrences of a word apart, layer by layer."""
     word = reading.words[one]
     alike = np.einsum("snd,smd->snm", reading.states, reading.states)
     same = alike[:, one, two]
@@ -340,7 +340,7 @@ def _apart(reading: Reading, one: int, two: int) -> tuple[Panel, str]:
 
 
 def _twice(reading: Reading) -> list[int]:
-    """Return the first two places of the longest word that comes twice, or one of the longest."""
+    """Return two places of the longest word that occurs twice, or else one of the longest."""
     places: dict[str, list[int]] = {}
     for i in np.flatnonzero(reading.spoken):
         places.setdefault(reading.words[i], []).append(int(i))
@@ -353,24 +353,11 @@ def _twice(reading: Reading) -> list[int]:
 
 
 def _similarities(model: MiniLM, sentence: str) -> tuple[str, str]:
-    """Return a table of how alike sentences are, and what it says."""
+    """Return a table of how alike sentences are, and a sentence about it."""
     sentences = [sentence, *OTHERS]
     vectors = model.encode(sentences)
     alike = vectors @ vectors.T
-    rows = [
-        [
-            str(i + 1),
-            *(
-                f'<td style="background:rgb(58 123 191/{0.75 * max(0.0, value):.2f})">'
-                f"{value:.2f}</td>"
-                for value in map(float, line)
-            ),
-        ]
-        for i, line in enumerate(alike)
-    ]
-    numbers = [str(i + 1) for i in range(len(sentences))]
-    listed = "".join(f"<li>{text(one)}</li>" for one in sentences)
-    shown = f'<ol class="sentences">{listed}</ol>' + table(["", *numbers], rows)
+    shown = similarities(sentences, alike)
     upper = np.where(np.triu(np.ones_like(alike), 1) > 0, alike, -2.0)
     best = divmod(int(upper.argmax()), len(sentences))
     nearest = 1 + int(alike[0, 1:].argmax())
