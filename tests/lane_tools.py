@@ -19,7 +19,8 @@ from nattn.vectors.vector import I64, constant, vector_type
 
 Array = NDArray[Any]
 
-WIDTHS = (16, 8, 4)
+WIDTHS = (16, 8, 4, 2)
+"""Those of AVX-512, AVX, SSE and NEON: of float64 the last two have two."""
 
 TILES = [Tile(dtype, W, 2, 3) for dtype in ("float32", "float64") for W in WIDTHS]
 

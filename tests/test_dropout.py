@@ -23,6 +23,7 @@ def test_examples() -> None:
 def test_users_find_it_beside_the_modifiers() -> None:
     assert nattn.mods.keep is dropout.keep
     assert nattn.mods.philox is dropout.philox
+    assert nattn.mods.drop_threshold is dropout.drop_threshold
 
 
 # Known answers that Random123, the authors' library, is distributed with (kat_vectors).

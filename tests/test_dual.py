@@ -34,7 +34,7 @@ from nattn.vectors.vector import I64
 
 Array = NDArray[Any]
 
-TILES = [Tile(dtype, W, 1, 1) for dtype in ("float32", "float64") for W in (16, 8, 4, 1)]
+TILES = [Tile(dtype, W, 1, 1) for dtype in ("float32", "float64") for W in (16, 8, 4, 2, 1)]
 
 tile_of_each_kind = pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.dtype}x{t.W}")
 dtype_of_each_kind = pytest.mark.parametrize("dtype", ["float32", "float64"])

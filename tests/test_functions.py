@@ -209,7 +209,14 @@ class CallableObject:
         (np.zeros(3, "M8[s]"), ["dtype datetime64[s]"]),
         (np.zeros(3, [("a", "f4")]), ["array of shape (3,)"]),
         (np.zeros(3, "S3"), ["dtype |S3"]),
-        (np.ma.masked_less(np.zeros(3), 1), ["array of shape (3,)"]),
+        (
+            np.ma.masked_less(np.zeros(3), 1),
+            [
+                "got a masked array of shape (3,) and dtype float64: bind x.filled(",
+                "two arrays",
+            ],
+        ),
+        (np.ma.masked, ["got a masked array of shape ()"]),
         (np.tanh, ["tanh", "can only be called as a global"]),
         (plain, ["plain", "can only be called as a global"]),
         (float, ["float", "can only be called as a global"]),

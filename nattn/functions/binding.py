@@ -169,7 +169,8 @@ def resolve(
 
 def _describe(value: object) -> str:
     if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
+        kind = "a masked array" if isinstance(value, np.ma.MaskedArray) else "an array"
+        return f"{kind} of shape {value.shape} and dtype {value.dtype}"
     try:
         text = repr(value)
     except Exception:  # a broken one, or an int of 4300 digits
@@ -275,6 +276,11 @@ def _value(
             return plain if plain.dtype.isnative else plain.astype(native)
     if inspect.isclass(value) or callable(value):
         detail = ", a function, which can only be called as a global"
+    elif isinstance(value, np.ma.MaskedArray):
+        detail = (
+            f": bind {parameter}.filled(x), with the number x that stands for what is masked, or "
+            f"its data and its mask as two arrays"
+        )
     else:
         detail = ""
     raise TypeError(

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import binding
-from .dropout import keep as keep  # for users: which probabilities are dropped
+from .dropout import drop_threshold as drop_threshold  # users find the bits of dropout here
+from .dropout import keep as keep
 from .dropout import philox as philox
 
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core.errors import NumbaError
+from numba.core.errors import NumbaError, UnsupportedBytecodeError
 from numpy.typing import NDArray
 
 from ..vectors.lanes import Layout
 from . import binding
 from .binding import Bound, Tree
+from .constructs import unsupported
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,17 @@ def evaluator(tree: Tree, first: int, tools: Tools, convert: Any) -> tuple[Evalu
 
 
 def compilable(function: Any, inlined: Callable[..., Any]) -> Evaluate:
-    """Return a copy of a plain function that compiled code can call."""
+    """Return a copy of a plain function that compiled code can call.
+
+    Raises
+    ------
+    InexpressibleError
+        If it holds what no compiled function can.
+    """
+    for plain in (function, *binding.helpers(function)):
+        found = unsupported(plain)
+        if found is not None:
+            raise InexpressibleError((plain.__code__.co_filename, found.line), found.reason)
     copy, helpers = binding.frozen(function)
     for helper in helpers:
         inlined(helper)
@@ -200,21 +211,57 @@ def _composed(f: Evaluate, g: Evaluate, tools: Tools, convert: Any) -> Any:
 # Errors
 
 
-def explained(name: str, tree: Tree, error: NumbaError) -> TypeError:
-    """Say which line of a user's function is the trouble, why, and what to do.
+class InexpressibleError(NumbaError):
+    """A user's function holds what no compiled function can.
+
+    Attributes
+    ----------
+    where : tuple
+        The file and the line.
+    """
+
+    def __init__(self, where: tuple[str, int], reason: str) -> None:
+        self.where = where
+        super().__init__(reason)
+
+
+COMPILER_ERRORS = (
+    *(NumbaError, UnsupportedBytecodeError, NotImplementedError, AssertionError, AttributeError),
+    *(ImportError, LookupError, TypeError, ValueError),
+)
+"""What the compiler raises of code that is beyond it: some of its errors are not its own."""
+
+
+_PLACES = (
+    r"[Dd]uring: typing of .*? at (.+?) \((\d+)\)",
+    r"(?:Raised from|location:) (.+?) \((\d+)\)",
+    r'File "([^"]+)", line (\d+)',
+)
+"""How Numba names a line, in the order in which the names are trusted."""
+
+
+def _place(tree: Tree, error: Exception, files: set[str]) -> str:
+    """Return the line of a user's function that an error is about, else where the functions are."""
+    found = [error.where] if isinstance(error, InexpressibleError) else []
+    for pattern in _PLACES:
+        found += [(file, int(line)) for file, line in re.findall(pattern, str(error))]
+    for file, line in found:
+        if file in files:
+            source = linecache.getline(file, line).strip()
+            return f'"{file}", line {line}' + (f": {source}" if source else "")
+    codes = [leaf.function.__code__ for leaf in leaves(tree)]
+    return " and ".join(f'{c.co_name} ("{c.co_filename}", line {c.co_firstlineno})' for c in codes)
+
+
+def explained(name: str, tree: Tree, error: Exception) -> TypeError:
+    """Say which line of a user's function is at fault, why, and what to do.
 
     Numba's text holds it all: every call on the way from the line, and what each candidate said.
     """
-    text = str(error)
+    text = str(error) or type(error).__name__
     plain = [f for leaf in leaves(tree) for f in (leaf.function, *binding.helpers(leaf.function))]
-    by_file = {f.__code__.co_filename: f.__name__ for f in plain}
-    where = " and ".join(leaf.function.__name__ for leaf in leaves(tree))
-    for file, line in re.findall(r"[Dd]uring: typing of .*? at (.+?) \((\d+)\)", text):
-        if file in by_file:
-            source = linecache.getline(file, int(line)).strip()
-            where = f'"{file}", line {line}' + (f": {source}" if source else "")
-            break
-    ours = "|".join(("leaf", "negated", "both", "either", "composed", *by_file.values()))
+    where = _place(tree, error, {f.__code__.co_filename for f in plain})
+    ours = "|".join(("leaf", "negated", "both", "either", "composed", *(f.__name__ for f in plain)))
     reasons = [
         r"(?:TypingError: |nopython mode pipeline.*\n\s*)(?=\S)(?!Failed in|No implementation)(.+)",
         r"((?:Untyped global name|Unknown attribute|NameError:|Cannot unify|Unsupported) .+)",

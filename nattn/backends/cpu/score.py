@@ -22,12 +22,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core.errors import NumbaError
 from numpy.typing import NDArray
 
 from ...functions import dropout
 from ...functions.binding import Tree
-from ...functions.on_lanes import Tools, UserCode, compilable, evaluator, explained, words
+from ...functions.on_lanes import (
+    COMPILER_ERRORS,
+    Tools,
+    UserCode,
+    compilable,
+    evaluator,
+    explained,
+    words,
+)
 from ...functions.on_lanes import (
     raise_for_flags as raise_for_flags,  # for the callers of tile functions
 )
@@ -360,7 +367,7 @@ def user_function(
     index = "int32" if positions < INDEX_BOUND else "int64"
     try:
         address = make(one, UserCode.of(tree), index, packed)
-    except NumbaError as error:
+    except COMPILER_ERRORS as error:
         raise explained(name, tree, error) from error
     return TileFunction(address, np.array(words(tree), np.int64), (tree,))
 

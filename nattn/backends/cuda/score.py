@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
-from numba.core.errors import NumbaError, TypingError
+from numba.core.errors import TypingError
 from numpy.typing import NDArray
 
 from ...call.problem import Problem
@@ -582,14 +582,14 @@ def compile_alone(functions: Functions, cc: tuple[int, int] = (8, 0)) -> str:
     return Kernel(kernel, 32).ptx(_Args(*(0,) * len(FIELDS)), cc)
 
 
-def explained(functions: Functions, error: NumbaError) -> Exception:
+def explained(functions: Functions, error: Exception) -> Exception:
     """Return a TypeError that names the line of a user's function that cannot be compiled.
 
     Parameters
     ----------
     functions : Functions
         What a kernel was to be compiled for.
-    error : NumbaError
+    error : Exception
         What came of it; returned as it is if no user's function is the trouble.
     """
     nothing = replace(functions, score_mods=(), mask_mod=None, mask=False, bias=None)
@@ -601,7 +601,7 @@ def explained(functions: Functions, error: NumbaError) -> Exception:
         try:
             _compile_for_host(alone)  # whose errors name the line
             compile_alone(alone)
-        except NumbaError as found:
+        except on_lanes.COMPILER_ERRORS as found:
             return on_lanes.explained(name, source.tree, found)
     return error
 
