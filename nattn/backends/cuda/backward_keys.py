@@ -35,7 +35,7 @@ def key_kernel(tile: BlockTile, functions: Functions) -> Kernel:
     # Random words come for four neighbouring keys, which one thread then takes together.
     each = 4 if dropout else 1
     lanes = R // each
-    parts = threads // lanes
+    per_lane = threads // lanes
     inf, log2e = dtype(math.inf), dtype(LOG2E)
 
     def kernel(a):
@@ -73,7 +73,7 @@ def key_kernel(tile: BlockTile, functions: Functions) -> Kernel:
             n_rows = 0
 
         inverse = dtype(1.0) / dtype(a.keep_prob)
-        lane, part = t % lanes, t // lanes
+        lane, nth = t % lanes, t // lanes
         clear(acc_k, n_sums)
         clear(acc_v, n_sums)
         first = 0
@@ -110,7 +110,7 @@ def key_kernel(tile: BlockTile, functions: Functions) -> Kernel:
             cuda.syncthreads()
 
             # Each thread has one key or four, of some of the rows.
-            for n in range(part, N, parts):
+            for n in range(nth, N, per_lane):
                 head, i = types.int64(q_heads[n]), types.int64(q_rows[n])
                 lo, hi = los[n], his[n]
                 lse, delta = lses[n], deltas[n]

@@ -47,7 +47,7 @@ def differentiator(tile: BlockTile, functions: Functions, derive: bool) -> Any:
     keys from n0 on; y holds dP. With `derive` it is the gradient of what comes before the
     modifiers. The sum over keys of the gradient times the distance is returned.
     """
-    parts, quads, dtype = tile.threads_per_row, tile.columns // 4, getattr(types, tile.dtype)
+    per_row, quads, dtype = tile.threads_per_row, tile.columns // 4, getattr(types, tile.dtype)
     steps = score.steps(functions)
     change, change_and_derive, random = steps.change, steps.change_and_derive, steps.words4
     dropout = functions.dropout
@@ -59,7 +59,7 @@ def differentiator(tile: BlockTile, functions: Functions, derive: bool) -> Any:
         head, i, pos = row.head, row.i, row.pos
         inverse = dtype(1.0) / dtype(a.keep_prob)
         distances = dtype(0.0)
-        for g in range(place.part, quads, parts):
+        for g in range(place.nth, quads, per_row):
             if dropout:
                 w0, w1, w2, w3 = random(a, b, head, i, (n0 + 4 * g) // 4)
             for u in range(4):
@@ -91,7 +91,7 @@ def differentiator(tile: BlockTile, functions: Functions, derive: bool) -> Any:
 @functools.lru_cache(maxsize=256)
 def query_kernel(tile: BlockTile, functions: Functions) -> Kernel:
     """Return the kernel of dq, and of each row's sum for the slopes: a block owns query rows."""
-    R, N, width, parts = tile.rows, tile.columns, tile.width, tile.threads_per_row
+    R, N, width, per_row = tile.rows, tile.columns, tile.width, tile.threads_per_row
     dtype, itemsize = getattr(types, tile.dtype), tile.itemsize
     begin, number_keys, p = prologue(tile), key_numbers(tile), products(tile)
     RM, row_of, clear, times = p.RM, p.row_of, p.clear, p.times
@@ -100,7 +100,7 @@ def query_kernel(tile: BlockTile, functions: Functions) -> Kernel:
     multiply, add = score_product(tile), weighted_sum(tile)
     put, write_row = p.put_rows(tile.storage), store(tile.dtype)
     blocks = functions.blocks
-    size, n_x, n_stats = stage_size(tile), scores_size(tile), R * parts
+    size, n_x, n_stats = stage_size(tile), scores_size(tile), R * per_row
     n_scores, n_sums = RM * p.RN, RM * p.RD
 
     def kernel(a):
@@ -117,7 +117,7 @@ def query_kernel(tile: BlockTile, functions: Functions) -> Kernel:
         row_ptrs = cuda.local.array(RM, types.int64)
         n_tiles = (a.group * a.Nq + R - 1) // R
         place = begin(1, n_tiles, a.Hkv)
-        part, m, kv_head, b = place.part, place.m, place.head, place.item
+        nth, m, kv_head, b = place.nth, place.m, place.head, place.item
         # The last tiles first: under a causal mask they are the longest.
         first = (n_tiles - 1 - place.tile) * R
         first_column = cuda.blockIdx.y * width
@@ -128,7 +128,7 @@ def query_kernel(tile: BlockTile, functions: Functions) -> Kernel:
         head, i = packed_row(a, kv_head, first + m)
         row = load_row(a, b, head, i)
         lo, hi = row.lo, row.hi
-        if part == 0:
+        if nth == 0:
             q_heads[m] = head
             q_rows[m] = i if lo < hi else -1
         block_lo, block_hi = keys_of_packed_rows(a, b, first, R)
@@ -153,10 +153,10 @@ def query_kernel(tile: BlockTile, functions: Functions) -> Kernel:
             n0 += N
 
         if a.distance_sum_ptr != 0 and first_column == 0:
-            stats[part * R + m] = distances
+            stats[nth * R + m] = distances
             cuda.syncthreads()
-            if part == 0 and i >= 0:
-                for other in range(1, parts):
+            if nth == 0 and i >= 0:
+                for other in range(1, per_row):
                     distances += stats[other * R + m]
                 write_row(a.distance_sum_ptr + ((b * a.Hq + head) * a.Nq + i) * itemsize, distances)
         if a.dq_ptr != 0:
@@ -232,7 +232,7 @@ def bias_kernel(tile: BlockTile, functions: Functions, storage: str) -> Kernel:
                     i = i0 + m if i0 + m < i_end else -1
                     row = load_row(a, b, head, i)
                     lo, hi = row.lo, row.hi
-                    if place.part == 0:
+                    if place.nth == 0:
                         q_heads[m] = head
                         q_rows[m] = i if lo < hi else -1
                     n0 = block_lo // N * N

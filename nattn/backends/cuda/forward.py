@@ -59,7 +59,7 @@ ARGS = record(
 def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
     """Return the kernel for a tile and for what happens to scores."""
     R, N, width, quads = tile.rows, tile.columns, tile.width, tile.columns // 4
-    parts = tile.threads_per_row
+    per_row = tile.threads_per_row
     dtype = getattr(types, tile.dtype)
     p, steps = products(tile), score.steps(functions)
     RM, RN, RD = p.RM, p.RN, p.RD
@@ -73,7 +73,7 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
     dropout, blocks = functions.dropout, functions.blocks
     write_row, read_row, itemsize = store(tile.dtype), load(tile.dtype), tile.itemsize
     size, lead_x = stage_size(tile), R + PAD
-    n_scores, n_sums, n_x, n_stats = RM * RN, RM * RD, scores_size(tile), R * parts
+    n_scores, n_sums, n_x, n_stats = RM * RN, RM * RD, scores_size(tile), R * per_row
     inf, log2e = dtype(math.inf), dtype(LOG2E)
 
     def kernel(a):
@@ -88,7 +88,7 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
         s = cuda.local.array(n_scores, dtype)
         row_ptrs = cuda.local.array(RM, types.int64)
         place = begin(a.n_splits, a.n_tiles, a.Hkv)
-        part, m, kv_head = place.part, place.m, place.head
+        nth, m, kv_head = place.nth, place.m, place.head
         b = read_int64(a.items_ptr + 8 * place.item)
         # The last tiles first: under a causal mask they are the longest.
         first = (a.n_tiles - 1 - place.tile) * R
@@ -100,7 +100,7 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
         # A thread's own row, one of those that packs all heads of the group.
         head, i = packed_row(a, kv_head, first + m)
         pos, lo, hi = keys_of(a, b, i)
-        if part == 0:
+        if nth == 0:
             q_heads[m] = head
             q_rows[m] = i if lo < hi else -1
         block_lo, block_hi = keys_of_packed_rows(a, b, first, R)
@@ -124,7 +124,7 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
 
             # A row's own threads change its scores, four neighbouring keys at a time.
             tile_max = -inf
-            for g in range(part, quads, parts):
+            for g in range(nth, quads, per_row):
                 for u in range(4):
                     key = n0 + 4 * g + u
                     at = (4 * g + u) * lead_x + m
@@ -137,10 +137,10 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
                     x[at] = score_
                     if score_ > tile_max:
                         tile_max = score_
-            if parts > 1:
-                stats[part * R + m] = tile_max
+            if per_row > 1:
+                stats[nth * R + m] = tile_max
                 cuda.syncthreads()
-                for other in range(parts):
+                for other in range(per_row):
                     if stats[other * R + m] > tile_max:
                         tile_max = stats[other * R + m]
                 cuda.syncthreads()
@@ -149,7 +149,7 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
             alpha = power((row_max - base) * log2e)
             row_max = new_max
             row_sum = row_sum * alpha
-            for g in range(part, quads, parts):
+            for g in range(nth, quads, per_row):
                 if dropout:
                     w0, w1, w2, w3 = random(a, b, head, i, (n0 + 4 * g) // 4)
                 for u in range(4):
@@ -164,7 +164,7 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
                         if word < a.threshold:
                             weight = dtype(-0.0)
                     x[at] = weight
-            if part == 0:
+            if nth == 0:
                 stats[m] = alpha
             cuda.syncthreads()
             rescale(acc, stats, place.ty)
@@ -173,11 +173,11 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
             n0 += N
 
         # The sums of a row's threads, in order; then the sink, a score without a value.
-        if parts > 1:
-            stats[part * R + m] = row_sum
+        if per_row > 1:
+            stats[nth * R + m] = row_sum
             cuda.syncthreads()
             row_sum = stats[m]
-            for other in range(1, parts):
+            for other in range(1, per_row):
                 row_sum += stats[other * R + m]
             cuda.syncthreads()
         inverse = dtype(0.0)
@@ -193,7 +193,7 @@ def forward_kernel(tile: BlockTile, functions: Functions) -> Kernel:
                     row_max = new_max
             if row_sum != dtype(0.0):
                 inverse = factor / (row_sum * dtype(a.keep_prob))
-        if part == 0:
+        if nth == 0:
             stats[m] = inverse
             if i >= 0 and first_column == 0:
                 if a.partial_max_ptr != 0:

@@ -61,7 +61,7 @@ class DeviceCall:
             keep_prob=1.0 - p.dropout_p,
         )
         self.small_arrays = SmallArrays(self.memory)
-        self.places: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
         self.number("q_offset", p.q_offset)
         self.number("q_lens", p.q_lens)
         self.number("kv_lens", p.kv_lens)
@@ -128,12 +128,12 @@ class DeviceCall:
 
     def number(self, name: str, x: NDArray[Any]) -> None:
         """Let a small array travel with the others."""
-        self.places[f"{name}_ptr"] = self.small_arrays.add(x)
+        self.offsets[f"{name}_ptr"] = self.small_arrays.add(x)
 
     def upload(self) -> None:
         """Send the small arrays; after that `args` can be made."""
         base = self.small_arrays.upload()
-        self.set(**{name: base + at for name, at in self.places.items()})
+        self.set(**{name: base + at for name, at in self.offsets.items()})
 
     def args(self, cls: Any, **fields: Any) -> Any:
         """Return the arguments of a kernel; a field that was never set is 0."""

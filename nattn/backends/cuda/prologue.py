@@ -13,9 +13,9 @@ from .tiles import BlockTile
 Place = record(
     "Place",
     (
-        # the thread in its block, in the grid of products, and on one row of a tile of scores:
-        # row m belongs to all threads of this m, whose `part` tells them apart
-        *("t", "ty", "tx", "m", "part"),
+        # the thread in its block; in the grid of products; and as the nth of those that have row m
+        # of a tile of scores
+        *("t", "ty", "tx", "m", "nth"),
         # the block in its launch
         *("split", "tile", "head", "item"),
     ),

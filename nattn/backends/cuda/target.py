@@ -198,8 +198,8 @@ def load4(storage: str) -> Any:
     def emit(typingctx, address):
         def codegen(context, b, sig, args):
             four = _read(b, args[0], ty, align)
-            parts = [_decode(b, b.extract_element(four, I32(n)), storage) for n in range(4)]
-            return context.make_tuple(b, to, parts)
+            floats = [_decode(b, b.extract_element(four, I32(n)), storage) for n in range(4)]
+            return context.make_tuple(b, to, floats)
 
         return to(types.int64), codegen
 
