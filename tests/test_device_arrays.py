@@ -859,3 +859,65 @@ def test_backends_for_arrays_on_a_gpu(stand: Stand) -> None:
     with pytest.raises(TypeError, match=r"^backend: expected .*'cuda', got None"):
         nattn.attention(**three(), backend=nothing)
     assert stand.usable == 0
+
+
+def odd(*shape: int, **interface: Any) -> OnDevice:
+    """Return an array of float32 at an odd address, unless the interface says otherwise."""
+    return OnDevice(np.ndarray(shape, "f4", np.zeros(4 * np.prod(shape) + 1, "u1"), 1), **interface)
+
+
+def even(*shape: int) -> OnDevice:
+    return OnDevice(np.zeros(shape, "f4"))
+
+
+STRADDLING: dict[str, Callable[..., OnDevice]] = {
+    "address": odd,
+    "strides": lambda *shape: Nowhere(*shape, strides=(*(20,) * (len(shape) - 1), 6)),
+}
+OF_FORWARD = ("q", "k", "v", "bias", "out")
+OF_BACKWARD = ("dout", "q", "k", "v", "bias", "out", "lse", "dlse")
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("how", STRADDLING)
+@pytest.mark.parametrize("name", OF_FORWARD)
+def test_elements_that_straddle_their_places(name: str, how: str, layout: str) -> None:
+    """A GPU would fault: the array is named before anything is launched, or a GPU looked for."""
+    arrays: dict[str, Any] = {x: even(1, 3, 3, 4) for x in OF_FORWARD}
+    arrays["bias"] = even(3, 3)
+    arrays[name] = STRADDLING[how](*arrays[name].array.shape)
+    if name == "out" and how == "strides":  # which would overlap each other
+        arrays[name] = Nowhere(1, 3, 3, 4, strides=(540, 180, 60, 6))
+    error = f"^{name}: expected elements at multiples of their 4 bytes"
+    with pytest.raises(NotImplementedError, match=error):
+        nattn.attention(**arrays, layout=layout)
+
+
+@pytest.mark.parametrize("how", STRADDLING)
+@pytest.mark.parametrize("name", OF_BACKWARD)
+def test_elements_that_straddle_their_places_backward(name: str, how: str) -> None:
+    arrays: dict[str, Any] = {x: even(3, 4) for x in OF_BACKWARD}
+    arrays |= {"bias": even(3, 3), "lse": even(3), "dlse": even(3)}
+    arrays[name] = STRADDLING[how](*arrays[name].array.shape)
+    error = f"^{name}: expected elements at multiples of their 4 bytes"
+    with pytest.raises(NotImplementedError, match=error):
+        nattn.attention_backward(**arrays, backend="cuda")
+
+
+def test_all_that_straddles_is_named() -> None:
+    with pytest.raises(NotImplementedError, match=r"^k: expected .*; out: expected elements"):
+        nattn.attention(even(3, 4), odd(3, 4), even(3, 4), out=odd(3, 4))
+
+
+def test_no_element_straddles_where_there_is_none(stand: Stand, numba_cuda: Any) -> None:
+    out = odd(0, 4)
+    assert nattn.attention(odd(0, 4), even(3, 4), even(3, 4), out=out) is out
+
+
+def test_more_rows_than_kernels_can_number() -> None:
+    k = Nowhere(1, 1, 1 << 31, 4, strides=(0, 0, 0, 4))
+    with pytest.raises(NotImplementedError, match=r"^k: expected fewer than 2147483648 rows"):
+        nattn.attention(Nowhere(1, 1, 3, 4), k, k)
+    q = Nowhere(1, 2, 1 << 30, 4, strides=(0, 0, 0, 4))
+    with pytest.raises(NotImplementedError, match=r"^q: expected fewer than 2147483648 rows"):
+        nattn.attention(q, Nowhere(1, 1, 3, 4), Nowhere(1, 1, 3, 4))
