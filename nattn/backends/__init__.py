@@ -96,7 +96,7 @@ def choose(problem: Problem, name: str, task: str, **arrays: Any) -> ModuleType:
     """
     if type(name) is not str or name not in _FACES:
         check_name("backend", name, NAMES)
-    if problem.kind is not None:
+    if problem.allocator is not None:
         if name not in ("auto", "cuda"):
             raise TypeError(
                 f"backend: expected 'auto' or 'cuda' for arrays on a GPU, got {name!r}; copy them "

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ...call.device_arrays import DeviceArray, on_device
 from ...call.problem import Problem
+from ...call.results import new_gradient
 from ...functions import mods, on_lanes
 from ...vectors import dtypes
 from . import backward as back
@@ -65,7 +66,7 @@ class _Call:
 
     def __init__(self, problem: Problem, derive: bool, **others: NDArray[Any] | None) -> None:
         p = self.problem = problem
-        self.memory = Memory(0 if p.kind is None else p.kind.stream)
+        self.memory = Memory(0 if p.allocator is None else p.allocator.stream)
         arrays = [x for x in others.values() if isinstance(x, DeviceArray)]
         self._streams = {x.source.stream for x in arrays if x.source.stream is not None}
         for other in sorted({*p.streams, *self._streams}):
@@ -211,7 +212,7 @@ def _may_miss(p: Problem) -> bool:
 
 def _device_of(p: Problem) -> AbstractContextManager[Any]:
     """Return a context in which the GPU of a problem's arrays is the current one."""
-    return on_device(None if p.kind is None else p.kind.device)
+    return on_device(None if p.allocator is None else p.allocator.device)
 
 
 def _order(first: int, then: int) -> None:
@@ -345,7 +346,7 @@ def backward(
     dict
         A gradient for each name. Of NumPy arrays: like q, k and v; of the bias
         ``problem.bias_shape``; ``(Hq,)``; ``(B, Hq)``. Of arrays on a GPU what
-        ``problem.new_gradient`` made.
+        `nattn.call.results.new_gradient` made.
     """
     with _device_of(problem):
         found = _gradients(problem, dout, out, lse, dlse, wrt)
@@ -384,8 +385,8 @@ def _gradients(
     results: dict[str, Any] = {}
     stored: dict[str, str] = {}
     for name in wrt:
-        if p.kind is not None:
-            new: Any = p.new_gradient(name)
+        if p.allocator is not None:
+            new: Any = new_gradient(p, name)
             address = memory.upload(new)
         else:
             shape = shapes[name]
@@ -409,6 +410,6 @@ def _gradients(
     for kernel, grid in launches:
         call.launch(kernel, grid, args)
     call.end()
-    if p.kind is not None:
+    if p.allocator is not None:
         return results
     return {name: new.to_host() for name, new in results.items()}
