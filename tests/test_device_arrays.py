@@ -677,8 +677,10 @@ MIXED: dict[str, tuple[dict[str, Any], str]] = {
 def test_mixed_places(name: str) -> None:
     changed, text = MIXED[name]
     arguments = {"q": on(0, 2, 4, 5, 8), "k": on(0, 2, 2, 7, 8), "v": Nowhere(2, 2, 7, 3)}
+    arguments |= changed
+    out = arguments.pop("out", None)
     with pytest.raises(TypeError, match=f"^{text}"):
-        Problem.build(**arguments | changed)
+        results.check_out(Problem.build(**arguments), out)
 
 
 def test_incoming_that_lies_elsewhere() -> None:
