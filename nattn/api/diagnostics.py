@@ -313,7 +313,7 @@ def _problem(q: Any, k: Any, Dv: int, args: Any) -> Problem:
         if isinstance(x, DeviceArray):
             raise NotImplementedError(
                 f"{name}: expected an array in host memory, got one {x.source}; what looks at "
-                "weights runs on the CPU alone: copy q and k to host memory"
+                "weights makes its arrays there: copy q and k"
             )
     v = np.broadcast_to(np.zeros((), k.dtype), (*k.shape[:-1], Dv))
     problem = Problem.build(q, k, v, **args)

@@ -5,55 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from .. import backends
 from ..call import results
 from ..call.arguments import Arguments, shows_arguments
-from ..call.checks import Array, check_flag
+from ..call.checks import Array, HostArray, check_flag
 from ..call.device_arrays import CudaArray
 from ..call.problem import WRT, Problem
 
 Progress = Callable[[float], object]
-
-
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[False] = ...,
-    out: NDArray[Any] | None = ...,
-    backend: str = ...,
-    **args: Unpack[Arguments],
-) -> NDArray[Any]: ...
-
-
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    out: NDArray[Any] | None = ...,
-    backend: str = ...,
-    **args: Unpack[Arguments],
-) -> tuple[NDArray[Any], NDArray[Any]]: ...
-
-
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: bool,
-    out: NDArray[Any] | None = ...,
-    backend: str = ...,
-    **args: Unpack[Arguments],
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
 
 
 @overload
@@ -67,6 +28,45 @@ def attention(
     backend: str = ...,
     **args: Unpack[Arguments],
 ) -> Any: ...
+
+
+@overload
+def attention(
+    q: HostArray,
+    k: HostArray,
+    v: HostArray,
+    *,
+    return_lse: Literal[False] = ...,
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+    **args: Unpack[Arguments],
+) -> NDArray[Any]: ...
+
+
+@overload
+def attention(
+    q: HostArray,
+    k: HostArray,
+    v: HostArray,
+    *,
+    return_lse: Literal[True],
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+    **args: Unpack[Arguments],
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+
+
+@overload
+def attention(
+    q: HostArray,
+    k: HostArray,
+    v: HostArray,
+    *,
+    return_lse: bool,
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+    **args: Unpack[Arguments],
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
 
 
 @shows_arguments
@@ -191,6 +191,16 @@ def attention(
 
     Notes
     -----
+    Taken are NumPy arrays of any strides, also read-only, unaligned and big-endian ones; what has
+    ``__array__``, ``__array_interface__`` or a buffer, such as arrays of JAX on the CPU, data
+    frames and `memoryview`; objects that have DLPack alone, in host memory; and lists of numbers,
+    which are float64. Nothing is copied but lists and big-endian arrays, and nothing is written
+    to. What comes back are new NumPy arrays in native byte order, whatever was passed, or `out`.
+    Masked arrays are refused, for their masks would be ignored: pass ``.data``, and what is
+    visible as `mask`. Tensors of torch on the CPU are refused, for a result of another kind would
+    break the chain of its gradients: pass ``.detach().numpy()``, which shares their memory, and
+    ``torch.from_numpy`` takes the result back without a copy.
+
     Arrays on a GPU are tensors of torch (with a gradient, too, which is not recorded), arrays of
     CuPy and Numba, all that have ``__cuda_array_interface__`` and, with the package cuda-core, all
     that have DLPack. They are read where they lie, and the results are made by torch or CuPy, on

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from ..call.checks import host_array, show
+from ..call.checks import HostArray, host_array, show
 from ..vectors import dtypes
 
 Array = NDArray[Any]
 
 
 def merge_states(
-    outs: ArrayLike | Sequence[ArrayLike], lses: ArrayLike | Sequence[ArrayLike]
+    outs: HostArray | Sequence[HostArray], lses: HostArray | Sequence[HostArray]
 ) -> tuple[Array, Array]:
     """Merge attention over disjoint sets of keys into attention over their union.
 

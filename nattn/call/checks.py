@@ -13,22 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..vectors import dtypes
 from . import device_arrays
-from .device_arrays import CudaArray, DeviceArray
+from .device_arrays import CudaArray, DeviceArray, DLPackArray
 
-Array = ArrayLike | CudaArray
-
-
+HostArray = ArrayLike | DLPackArray
+Array = HostArray | CudaArray
 Integers = int | Array
-
-
 Scale = float | np.floating[Any] | NDArray[Any]
-
-
 Window = tuple[int | None, int | None]
-
-
 Mod = Callable[..., Any]
-
 
 FAR = 1 << 59
 """Farther than any array reaches; an int64 holds the sum of fifteen such numbers."""

@@ -32,6 +32,16 @@ class CudaArray(Protocol):
         """Address, shape, strides and type of the array."""
 
 
+class DLPackArray(Protocol):
+    """What another library can read in place: arrays of most libraries."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a capsule that describes the memory."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the kind of the device and its number."""
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceSource:
     """Where a `DeviceArray` comes from.
