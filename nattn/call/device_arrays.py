@@ -234,21 +234,21 @@ def describe(name: str, value: Any) -> DeviceArray | None:
         return None
     if is_torch(value):
         return _describe_torch(name, value) if value.is_cuda else None
-    interface, trouble = None, None
+    interface, failure = None, None
     try:
         interface = value.__cuda_array_interface__
     except AttributeError:
         if getattr(type(value), "__cuda_ndarray__", False):  # of Numba's simulator
             interface = {**value.__array_interface__, "strides": value.strides}
     except Exception as error:  # of JAX for bfloat16, which DLPack can express
-        trouble = error
+        failure = error
     if interface is not None:
         return _describe_interface(name, value, interface)
     if hasattr(value, "__dlpack_device__"):
         device, number = value.__dlpack_device__()
         return _describe_dlpack(name, value, number) if device in _CUDA_OF_DLPACK else None
-    if trouble is not None:
-        raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {trouble}")
+    if failure is not None:
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {failure}")
     return None
 
 
