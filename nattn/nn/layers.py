@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .. import positional
-from ..api.functional import Arguments, Gradients, attention_vjp
+from ..api.functional import Gradients, attention_vjp
+from ..call.arguments import Arguments
 from ..call.checks import (
     check_count,
     check_flag,

@@ -42,7 +42,7 @@ from ..call.checks import (
     overlaps_itself,
     share_memory,
 )
-from ..call.problem import check_window
+from ..call.validators import check_window
 from ..functions import mods
 from ..vectors.dtypes import FLOAT32, FLOAT64
 

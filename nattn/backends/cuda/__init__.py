@@ -33,7 +33,7 @@ def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
     read = {"q": p.q, "k": p.k, "v": p.v, "mask": p.mask, "bias": p.bias, **arrays}
     for name, x in read.items():
         # A GPU faults where an element straddles its place; copies of host arrays lie well.
-        if p.kind is not None and x is not None and not isinstance(x, DeviceArray):
+        if p.allocator is not None and x is not None and not isinstance(x, DeviceArray):
             x = describe(name, x)
         if not isinstance(x, DeviceArray) or not x.size:
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -11,12 +10,11 @@ from numpy.typing import NDArray
 
 from ...call.device_arrays import on_device
 from ...call.problem import Problem
+from ...call.progress import Progress
 from . import launch
 from .target import SIMULATED
 
 __all__ = ["backward", "check_usable", "forward"]
-
-Progress = Callable[[float], object]
 
 
 @functools.cache  # what raised is tried again
@@ -67,7 +65,7 @@ def forward(
     arrays are copied there and back, and the call returns when that is done.
     """
     if lse.size:
-        with on_device(None if problem.kind is None else problem.kind.device):
+        with on_device(None if problem.allocator is None else problem.allocator.device):
             launch.attend(problem, out, lse)
     if progress is not None:
         progress(1.0)
@@ -103,9 +101,9 @@ def backward(
     dict
         A gradient for each name. Of NumPy arrays: like q, k and v; of the bias
         ``problem.bias_shape``; ``(Hq,)``; ``(B, Hq)``. Of arrays on a GPU what
-        ``problem.new_gradient`` made.
+        `nattn.call.results.new_gradient` made.
     """
-    with on_device(None if problem.kind is None else problem.kind.device):
+    with on_device(None if problem.allocator is None else problem.allocator.device):
         found = launch.gradients(problem, dout, out, lse, dlse, wrt)
     if progress is not None:
         progress(1.0)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ...call.device_arrays import DeviceArray
 from ...call.problem import Problem
+from ...call.results import new_gradient
 from ...functions import mods, on_lanes
 from ...vectors import dtypes
 from . import backward, diagnosis, forward, operands, tiles
@@ -34,7 +35,7 @@ class DeviceCall:
 
     def __init__(self, problem: Problem, derive: bool, **others: NDArray[Any] | None) -> None:
         p = self.problem = problem
-        self.memory = DeviceMemory(0 if p.kind is None else p.kind.stream)
+        self.memory = DeviceMemory(0 if p.allocator is None else p.allocator.stream)
         arrays = [x for x in others.values() if isinstance(x, DeviceArray)]
         self._streams = {x.source.stream for x in arrays if x.source.stream is not None}
         for other in sorted({*p.streams, *self._streams}):
@@ -314,8 +315,8 @@ def gradients(
     results: dict[str, Any] = {}
     stored: dict[str, str] = {}
     for name in wrt:
-        if p.kind is not None:
-            new: Any = p.new_gradient(name)
+        if p.allocator is not None:
+            new: Any = new_gradient(p, name)
             ptr = memory.upload(new)
         else:
             shape = shapes[name]
@@ -338,6 +339,6 @@ def gradients(
     for kernel, grid in backward.gradient_launches(args, wanted):
         call.launch(kernel, grid, args)
     call.end()
-    if p.kind is not None:
+    if p.allocator is not None:
         return results
     return {name: new.to_host() for name, new in results.items()}
