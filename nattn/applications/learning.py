@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ..call.checks import check_count
 from ..call.progress import part_of
 from ..nn.layers import MultiHeadAttention
-from ..positional.encodings import Rotary, Sinusoidal
+from ..positional import Rotary, Sinusoidal
 
 Array = NDArray[Any]
 Params = dict[str, Array]
