@@ -568,7 +568,8 @@ def test_alibi_gives_attention_the_slopes_of_the_paper() -> None:
     largest = (abs(q) @ abs(k).transpose(0, 2, 1) / 8**0.5 + falling).max(axis=-1)
     budget = error_budget(np.dtype(np.float64), 6, largest, abs(v).max(axis=(1, 2))[:, None], 8).out
     assert (abs(out - expected) <= budget[..., None]).all()
-    assert budget.max() < 1e-13
+    level = nattn.attention(q, k, v, backend="reference")
+    assert (abs(level - expected) > budget[..., None]).all()
     assert scheme.backward(out, q, k, v, out, out) == {}
 
 

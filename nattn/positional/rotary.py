@@ -78,7 +78,8 @@ def _checked_scaling(
     for key, value in given.items():
         name = f"scaling[{key!r}]"
         if key == "original_max_position_embeddings":
-            whole = isinstance(value, float | np.floating) and value.is_integer()  # JSON has 32768.0 too
+            # JSON has 32768.0 too
+            whole = isinstance(value, float | np.floating) and value.is_integer()
             numbers_of[key] = check_count(name, int(value) if whole else value)
         elif key == "truncate":
             if not isinstance(value, bool):
