@@ -16,8 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import nattn
-from nattn.applications import command_line
-from nattn.applications import bench
+from nattn.applications import bench, command_line
 from nattn.functions import mods
 from nattn.functions.masks import Mask
 from nattn.vectors import lanes
