@@ -363,7 +363,7 @@ def test_other_kinds_of_models_are_refused(tmp_path: Path) -> None:
         MiniLM.load(tmp_path)
     shutil.rmtree(tmp_path / "1_Pooling")
     (tmp_path / "config.json").write_text('{"hidden_size": 24}')
-    with pytest.raises(ValueError, match=r"config.json: expected .*got no .*vocab_size"):
+    with pytest.raises(ValueError, match=r"config\.json': expected .*got no .*vocab_size"):
         MiniLM.load(tmp_path)
 
 
