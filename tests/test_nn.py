@@ -943,6 +943,9 @@ def test_weights_that_do_not_fit() -> None:
     make = MultiHeadAttention.from_state
     with pytest.raises(ValueError, match="num_heads: expected a divisor of 24, got 5"):
         make(state, "llama", 5)
+    none = {n: x[:0].T if n.startswith("o") else x[:0] for n, x in state.items()}
+    with pytest.raises(ValueError, match="num_heads: expected a divisor of 0, got 4"):
+        make(none, "llama", 4)
     with pytest.raises(ValueError, match=r"num_kv_heads: expected 2 .* got 4"):
         make(state, "llama", 4, num_kv_heads=4)
     with pytest.raises(ValueError, match="num_kv_heads"):

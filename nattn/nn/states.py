@@ -151,7 +151,7 @@ def translated(
         arrays = {name: x.T for name, x in arrays.items()}
     wide, d_model = arrays[weights["o"]].shape
     head_dim = wide // num_heads
-    if head_dim * num_heads != wide:
+    if not head_dim or head_dim * num_heads != wide:
         raise ValueError(f"num_heads: expected a divisor of {wide}, got {num_heads}")
     if "qkv" in weights:
         narrow = max((arrays[weights["qkv"]].shape[1] - wide) // 2, 1)
