@@ -10,10 +10,10 @@ import numpy as np
 from ...functions import binding, masks, mods
 from ...vectors.lanes import Tile
 from . import score, tiles
+from .cache import cache_folder, clear_cache
 from .classify import classify, classify_worker
 from .forward import forward_worker
 from .gelu import gelu
-from .jit import cache_folder, clear_cache
 from .launch import backward, forward, observe
 from .peak import fma_peak, multiply_add
 from .rotary import rotate
