@@ -6,16 +6,12 @@ the kind of the block. A task is a row of blocks of one head, and only a tile of
 
 from __future__ import annotations
 
-import ctypes
-import struct
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ...functions.binding import Tree
 from ...functions.masks import EMPTY, FULL, MIXED
 from ...vectors.lanes import (
-    Struct,
     Tile,
     call_tile_function,
     load,
@@ -27,19 +23,20 @@ from ...vectors.lanes import (
     write_int8,
     write_int64,
 )
-from . import score, threads, tiles
+from . import score, tiles
 from .jit import device, kernel
-from .score import CONTEXT, OUTSIDE
-from .threads import enter, leave, stopped, take_task
+from .jobs import enter, job_record, leave, run_job, stopped, take_task, thread_count
+from .score import CONTEXT, OUT_OF_RANGE
 
-ARGS = Struct(
+ARGS = job_record(
     "ClassifyArgs",
     (
-        # address of the mask's (function, params) pair; of the kinds, contiguous (B, H, blocks of
-        # rows, blocks of keys); sizes
-        *("mask", "kinds", "H", "Nq", "Nk", "rows_of_blocks", "blocks", "block_size"),
-        # address of int64 (B,); of the job's shared state; scratch and its bytes for each worker
-        *("q_offset", "control", "scratch", "scratch_bytes"),
+        # the mask's tile function, and what it is bound to
+        *("function", "params_ptr"),
+        # address of the kinds, contiguous (B, H, blocks of rows, blocks of keys); sizes
+        *("kinds_ptr", "H", "Nq", "Nk", "rows_of_blocks", "blocks", "block_size"),
+        # address of int64 (B,)
+        "q_offset_ptr",
     ),
 )
 """What a worker gets."""
@@ -52,8 +49,6 @@ KEYS = 128
 
 VISIBLE, HIDDEN = 1, 2
 
-_pack = struct.Struct(f"{len(ARGS.integers)}q").pack
-
 
 def _areas(tile: Tile) -> tuple[int, int, int, int, int]:
     """Return the offsets of what lies behind the scores in scratch, and its end.
@@ -61,32 +56,32 @@ def _areas(tile: Tile) -> tuple[int, int, int, int, int]:
     The largest and the smallest of them, rows and heads of the lanes, the context.
     """
     lanes = VECTORS * tile.W
-    top = KEYS * lanes * tile.itemsize
-    rows = top + 2 * lanes * tile.itemsize
+    tile_max = KEYS * lanes * tile.itemsize
+    rows = tile_max + 2 * lanes * tile.itemsize
     heads = rows + 8 * lanes
     context = heads + 8 * lanes
-    return top, rows, heads, context, -(-(context + tiles.CONTEXT_BYTES + 16 * lanes) // 64) * 64
+    return tile_max, rows, heads, context, -(-(context + CONTEXT.size + 16 * lanes) // 64) * 64
 
 
 @device
-def look(tile, scores, count, top):
+def look(tile, scores, count, tile_max):
     """Return VISIBLE if there is a score of 0, HIDDEN if there is one of -inf.
 
-    The vectors at address `top` hold the largest of each lane; they are overwritten.
+    The vectors at address `tile_max` hold the largest of each lane; they are overwritten.
     """
     size = tile.itemsize
-    most, least = load(tile, top), splat(tile, 0.0)
+    most, least = load(tile, tile_max), splat(tile, 0.0)
     for v in range(1, VECTORS):
-        most = np.maximum(most, load(tile, top + v * tile.W * size))
+        most = np.maximum(most, load(tile, tile_max + v * tile.W * size))
     for m in range(count * VECTORS):
         least = np.minimum(least, load(tile, scores + m * tile.W * size))
-    store(top, most)
-    store(top + tile.W * size, least)
+    store(tile_max, most)
+    store(tile_max + tile.W * size, least)
     found = 0
     for lane in range(tile.W):
-        if read(tile, top + lane * size) == 0.0:
+        if read(tile, tile_max + lane * size) == 0.0:
             found |= VISIBLE
-        if read(tile, top + (tile.W + lane) * size) != 0.0:
+        if read(tile, tile_max + (tile.W + lane) * size) != 0.0:
             found |= HIDDEN
     return found
 
@@ -94,44 +89,43 @@ def look(tile, scores, count, top):
 @kernel("void(int64, int64)")
 def classify_worker(tile):
     """Classify rows of blocks until there are none left."""
-    top_at, rows_at, heads_at, context_at, _ = _areas(tile)
-    lanes, size = VECTORS * tile.W, tile.itemsize
+    max_at, rows_at, heads_at, context_at, _ = _areas(tile)
+    lanes, size, context_size = VECTORS * tile.W, tile.itemsize, CONTEXT.size
 
     def worker(slot, args):
         a = view(ARGS, args)
-        scratch = a.scratch + slot * a.scratch_bytes
+        scratch, error_flags = enter(a.job_ptr, slot), 0
+        if scratch == 0:
+            return
         context = view(CONTEXT, scratch + context_at)
-        context.top, context.mask = scratch + top_at, 0
-        context.rows, context.heads = scratch + rows_at, scratch + heads_at
-        bounds = scratch + context_at + tiles.CONTEXT_BYTES
-        context.lane_lo, context.lane_hi = bounds, bounds + 8 * lanes
+        context.tile_max_ptr, context.mask_ptr = scratch + max_at, 0
+        context.rows_ptr, context.heads_ptr = scratch + rows_at, scratch + heads_at
+        bounds = scratch + context_at + context_size
+        context.lane_lo_ptr, context.lane_hi_ptr = bounds, bounds + 8 * lanes
         context.vectors = VECTORS
-        function, params = read_int64(a.mask), read_int64(a.mask + 8)
-        trouble = 0
-        enter(a.control)
-        while not stopped(a.control):
-            task = take_task(a.control)
+        while not stopped(a.job_ptr):
+            task = take_task(a.job_ptr)
             if task < 0:
                 break
             item = task // a.rows_of_blocks
             first_row = (task - item * a.rows_of_blocks) * a.block_size
             end_row = min(a.Nq, first_row + a.block_size)
             context.batch = item // a.H
-            context.offset = read_int64(a.q_offset + 8 * context.batch)
+            context.offset = read_int64(a.q_offset_ptr + 8 * context.batch)
             for block in range(a.blocks):
-                if stopped(a.control):
+                if stopped(a.job_ptr):
                     break
                 begin = block * a.block_size
                 end = min(a.Nk, begin + a.block_size)
                 found = 0
                 i = first_row
                 while i < end_row and found != VISIBLE | HIDDEN:
-                    context.valid = min(lanes, end_row - i)
+                    context.n_valid = min(lanes, end_row - i)
                     for lane in range(lanes):
-                        write_int64(context.rows + 8 * lane, i + min(lane, context.valid - 1))
-                        write_int64(context.heads + 8 * lane, item - context.batch * a.H)
-                        write_int64(context.lane_lo + 8 * lane, 0)
-                        write_int64(context.lane_hi + 8 * lane, a.Nk)
+                        write_int64(context.rows_ptr + 8 * lane, i + min(lane, context.n_valid - 1))
+                        write_int64(context.heads_ptr + 8 * lane, item - context.batch * a.H)
+                        write_int64(context.lane_lo_ptr + 8 * lane, 0)
+                        write_int64(context.lane_hi_ptr + 8 * lane, a.Nk)
                     n = begin
                     while n < end and found != VISIBLE | HIDDEN:
                         count = min(KEYS, end - n)
@@ -139,16 +133,16 @@ def classify_worker(tile):
                             store(scratch + m * tile.W * size, splat(tile, 0.0))
                         context.first_key, context.n_keys = n, count
                         where = scratch + context_at
-                        said = call_tile_function(function, scratch, 0, where, params)
-                        trouble |= said & OUTSIDE
-                        found |= look(tile, scratch, count, context.top)
+                        flags = call_tile_function(a.function, scratch, 0, where, a.params_ptr)
+                        error_flags |= flags & OUT_OF_RANGE
+                        found |= look(tile, scratch, count, context.tile_max_ptr)
                         n += count
                     i += lanes
                 kind = MIXED
                 if found != VISIBLE | HIDDEN:
                     kind = FULL if found == VISIBLE else EMPTY
-                write_int8(a.kinds + task * a.blocks + block, np.int8(kind))
-        leave(a.control, slot, trouble)
+                write_int8(a.kinds_ptr + task * a.blocks + block, np.int8(kind))
+        leave(a.job_ptr, slot, error_flags)
 
     return worker
 
@@ -190,17 +184,28 @@ def classify(
     tile = Tile(tile.dtype, tile.W, 1, 1)
     n_tasks = B * H * rows
     pairs = float(B * H) * Nq * Nk
-    workers = 1 if pairs < 1e5 else min(threads.thread_count(), n_tasks)
-    *_, size = _areas(tile)
-    scratch = np.empty(workers * size + 64, np.uint8)
-    control = threads.new_control(n_tasks)
-    pair = np.array([mask.address, mask.params.ctypes.data], np.int64)
-    args = _pack(
-        *(pair.ctypes.data, kinds.ctypes.data, H, Nq, Nk, rows, columns, block_size),
-        *(q_offset.ctypes.data, ctypes.addressof(control)),
-        *(-(-scratch.ctypes.data // 64) * 64, size),
+    *_, scratch_bytes = _areas(tile)
+    fields = {
+        "function": mask.address,
+        "params_ptr": mask.params.ctypes.data,
+        "kinds_ptr": kinds.ctypes.data,
+        "H": H,
+        "Nq": Nq,
+        "Nk": Nk,
+        "rows_of_blocks": rows,
+        "blocks": columns,
+        "block_size": block_size,
+        "q_offset_ptr": q_offset.ctypes.data,
+    }
+    error_flags = run_job(
+        classify_worker(tile),
+        ARGS,
+        fields,
+        n_tasks=n_tasks,
+        n_threads=1 if pairs < 1e5 else thread_count(),
+        scratch_bytes=scratch_bytes,
+        flops=20 * pairs,
+        keepalive=(mask, kinds, q_offset),
     )
-    keep = (mask, pair, kinds, q_offset, scratch, control)
-    threads.run(classify_worker(tile), args, control, workers, 20 * pairs, keep=keep)
-    score.raise_for_flags(("mask_mod",), threads.troubles(control))
+    score.raise_for_flags(("mask_mod",), error_flags)
     return kinds

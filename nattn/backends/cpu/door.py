@@ -14,10 +14,12 @@ from .cache import cache_folder, clear_cache
 from .classify import classify, classify_worker
 from .forward import forward_worker
 from .gelu import gelu
-from .launch import backward, forward, observe
+from .jobs import thread_count
+from .launch import forward
+from .launch_backward import backward
+from .looking import observe
 from .peak import fma_peak, multiply_add
 from .rotary import rotate
-from .threads import thread_count
 
 __all__ = [
     "backward",

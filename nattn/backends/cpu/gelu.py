@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...vectors.lanes import Tile, exp2_nonpositive, fma, load, read_int64, store
-from . import threads, tiles
+from ...vectors.lanes import Tile, exp2_nonpositive, fma, load, store, view
+from . import tiles
 from .jit import kernel
+from .jobs import enter, job_record, leave, run_job, take_task, thread_count
 
 Float32 = NDArray[np.float32]
 
@@ -30,21 +29,26 @@ _VECTORS = 512
 """Vectors of a task: it fills the first-level cache."""
 
 
+ARGS = job_record("GeluArgs", ("x_ptr", "n_vectors"))
+
+
 @kernel("void(int64, int64)")
 def gelu_worker(tile: Tile) -> Any:
-    """Compute GELU in place; args: (address, vectors, control)."""
+    """Compute GELU in place."""
     size = tile.W * tile.itemsize
     c0, c1, c2, c3, c4, c5, c6, c7, c8 = TAIL
 
     def worker(slot: int, args: int) -> None:
-        address, vectors, control = read_int64(args), read_int64(args + 8), read_int64(args + 16)
-        threads.enter(control)
+        a = view(ARGS, args)
+        x_ptr, n_vectors = a.x_ptr, a.n_vectors
+        if enter(a.job_ptr, slot) == 0:
+            return
         while True:
-            task = threads.take_task(control)
+            task = take_task(a.job_ptr)
             if task < 0:
                 break
-            for n in range(task * _VECTORS, min(vectors, (task + 1) * _VECTORS)):
-                at = address + n * size
+            for n in range(task * _VECTORS, min(n_vectors, (task + 1) * _VECTORS)):
+                at = x_ptr + n * size
                 x = load(tile, at)
                 a = np.minimum(np.abs(x), _FAR)
                 t = 1.0 / fma(a, SLOPE, 1.0)
@@ -59,7 +63,7 @@ def gelu_worker(tile: Tile) -> Any:
                 # log2(e) / 2
                 tail = p * exp2_nonpositive(a * a * -0.7213475204444817)
                 store(at, np.maximum(x, 0.0) - a * tail)
-        threads.leave(control, slot, 0)
+        leave(a.job_ptr, slot, 0)
 
     return worker
 
@@ -134,11 +138,14 @@ def _run_gelu(tile: Tile, x: Float32) -> None:
     vectors = x.size // tile.W
     if vectors == 0:
         return
-    n_tasks = -(-vectors // _VECTORS)
     operations = 40.0 * x.size
-    workers = 1 if operations < 5e6 else min(threads.thread_count(), n_tasks)
-    control = threads.new_control(n_tasks)
-    args = struct.pack("3q", x.ctypes.data, vectors, ctypes.addressof(control))
-    # Named by what it does with floats alone, whatever the register tile of attention is.
-    worker = gelu_worker(Tile(tile.dtype, tile.W, 1, 1))
-    threads.run(worker, args, control, workers, operations, keep=(x, control))
+    run_job(
+        # Named by what it does with floats alone, whatever the register tile of attention is.
+        gelu_worker(Tile(tile.dtype, tile.W, 1, 1)),
+        ARGS,
+        {"x_ptr": x.ctypes.data, "n_vectors": vectors},
+        n_tasks=-(-vectors // _VECTORS),
+        n_threads=1 if operations < 5e6 else thread_count(),
+        flops=operations,
+        keepalive=x,
+    )

@@ -37,7 +37,7 @@ from .softmax import LOG2E, is_hidden
 
 _PLACE = (
     # address of the state; streams of an item, heads in one, query rows of a head
-    *("state", "streams", "heads", "Nq"),
+    *("state_ptr", "streams", "heads", "Nq"),
     # what has state: the first stream of all items; its first tile, and their number; bytes of one
     *("first_stream", "first_tile", "tiles", "tile_bytes"),
 )
@@ -46,18 +46,18 @@ _PLACE = (
 @device
 def state_of(c, p, lanes):
     """Return the address of the state of the tile that the context describes."""
-    head = read_int64(c.heads)
+    head = read_int64(c.heads_ptr)
     stream = head // p.heads
-    row = (head - stream * p.heads) * p.Nq + read_int64(c.rows)
+    row = (head - stream * p.heads) * p.Nq + read_int64(c.rows_ptr)
     n = (c.batch * p.streams + stream - p.first_stream) * p.tiles + row // lanes - p.first_tile
-    return p.state + n * p.tile_bytes
+    return p.state_ptr + n * p.tile_bytes
 
 
 COLUMNS = Struct("ColumnSums", (*_PLACE, "Nk", "columns", "count"))
 """Params of `add_columns`; with `count` it counts visible keys and adds no probabilities."""
 
-ROWS = Struct("RowSums", (*_PLACE, "argmax"))
-"""Params of `add_rows_up`: `argmax` is the address of an int64 for each row, placed alike."""
+ROWS = Struct("RowSums", (*_PLACE, "argmax_ptr"))
+"""Params of `add_rows_up`: `argmax_ptr` is the address of an int64 for each row, placed alike."""
 
 
 @kernel(SIGNATURE)
@@ -84,7 +84,7 @@ def add_columns(tile):
                     for n in range(stop - key):
                         total += load(tile, at + n * row)
                 sums = state + column * 2 * row + i * width * size
-                largest = load(tile, c.row_max + i * width * size)
+                largest = load(tile, c.row_max_ptr + i * width * size)
                 shrink = shrinkage(tile, load(tile, sums + row), largest)
                 if p.count:
                     shrink = splat(tile, 1.0)
@@ -105,12 +105,12 @@ def add_rows_up(tile):
         c, p = view(CONTEXT, context), view(ROWS, params)
         row = c.vectors * width * size
         state = state_of(c, p, c.vectors * width)
-        argmax = p.argmax + (state - p.state) // p.tile_bytes * c.vectors * width * 8
+        argmax = p.argmax_ptr + (state - p.state_ptr) // p.tile_bytes * c.vectors * width * 8
         for i in range(c.vectors):
             at = state + i * width * size
             ref, old_total = load(tile, at), load(tile, at + row)
             old_products, old_best = load(tile, at + 2 * row), load(tile, at + 3 * row)
-            largest = load(tile, c.row_max + i * width * size)
+            largest = load(tile, c.row_max_ptr + i * width * size)
             shrink = shrinkage(tile, ref, largest)
             # log(p) of what has been added falls by so much; of nothing it does not matter
             fall = np.where(shrink == 0.0, splat(tile, 0.0), ref - largest)

@@ -6,37 +6,38 @@ processors change their speed, a kernel's share of it means something only in th
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import time
 
-import numpy as np
-
-from ...vectors.lanes import fma, read_int64, splat, store
+from ...vectors.lanes import fma, splat, store, view
 from . import tiles
 from .jit import kernel
-from .threads import enter, leave, new_control, run, thread_count
+from .jobs import LINE, enter, job_record, leave, run_job, thread_count
 
 _CHAINS = 12
+
+ARGS = job_record("PeakArgs", ("repetitions",))
 
 
 @kernel("void(int64, int64)")
 def multiply_add(tile):
-    """Run 12 chains of multiply-adds; args: (repetitions, address to write to, control)."""
+    """Run 12 chains of multiply-adds on each thread, and leave their sum in its scratch."""
 
     def worker(slot, args):
-        control = read_int64(args + 16)
-        enter(control)
+        own = view(ARGS, args)
+        repetitions = own.repetitions
+        scratch = enter(own.job_ptr, slot)
+        if scratch == 0:
+            return
         x, y = splat(tile, 0.5), splat(tile, 1.0)
         a = b = c = d = e = f = g = h = i = j = k = m = splat(tile, 0.25 * slot)
-        for _ in range(read_int64(args)):
+        for _ in range(repetitions):
             a, b, c = fma(a, x, y), fma(b, x, y), fma(c, x, y)
             d, e, f = fma(d, x, y), fma(e, x, y), fma(f, x, y)
             g, h, i = fma(g, x, y), fma(h, x, y), fma(i, x, y)
             j, k, m = fma(j, x, y), fma(k, x, y), fma(m, x, y)
         total = a + b + c + d + e + f + g + h + i + j + k + m
-        store(read_int64(args + 8) + slot * 256, total)
-        leave(control, slot, 0)
+        store(scratch, total)
+        leave(own.job_ptr, slot, 0)
 
     return worker
 
@@ -67,12 +68,18 @@ def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float 
     tile = tiles.choose_tile(dtype, 1 << 20)
     threads = threads or thread_count()
     address = multiply_add(tile)
-    out = np.empty(256 * threads, np.uint8)
     # 2 * width operations a cycle, about 3e9 cycles a second: near enough to choose a length.
     repetitions = max(1, int(seconds * 3e9 * 2 / _CHAINS))
-    control = new_control(threads)
-    args = struct.pack("3q", repetitions, out.ctypes.data, ctypes.addressof(control))
     begin = time.perf_counter()
-    run(address, args, control, threads, 1e12, keep=(out, control))
+    run_job(
+        address,
+        ARGS,
+        {"repetitions": repetitions},
+        n_tasks=threads,
+        n_threads=threads,
+        scratch_bytes=LINE,
+        flops=1e12,
+        keepalive=None,
+    )
     elapsed = time.perf_counter() - begin
     return 2.0 * _CHAINS * tile.W * repetitions * threads / elapsed / 1e9

@@ -10,15 +10,12 @@ of all heads with it. What is memory bound then stays so.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import struct
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...vectors.lanes import (
-    Struct,
     Tile,
     as_score,
     join_pairs,
@@ -31,25 +28,24 @@ from ...vectors.lanes import (
     view,
     write,
 )
-from . import threads, tiles
+from . import tiles
+from .arrays import STRIDED, strided
 from .jit import device, inlined, kernel
-from .threads import enter, leave, stopped, take_task
+from .jobs import enter, job_record, leave, run_job, stopped, take_task, thread_count
 
-ARGS = Struct(
+ARGS = job_record(
     "RotaryArgs",
     (
-        # addresses of x and out (B, H, N, D), their byte strides
-        *("x", "x_b", "x_h", "x_n", "x_d", "out", "out_b", "out_h", "out_n", "out_d"),
+        # x and out (B, H, N, D)
+        *(("x", STRIDED), ("out", STRIDED)),
         # sizes: heads, positions, columns, pairs that turn; columns that are copied
         *("H", "N", "half", "kept"),
         # addresses of float64 (rows, 2, half): cosines, sines; of int64 (items, N): their rows
-        *("high", "low", "high_rows", "low_rows"),
+        *("high_ptr", "low_ptr", "high_rows_ptr", "low_rows_ptr"),
         # (b, h) planes of an item, of a task; tasks side by side; blocks of positions, their size
-        *("planes", "share", "groups", "blocks", "rows"),
+        *("planes", "share", "groups", "blocks", "n_rows"),
         # whether the last axes are contiguous; whether heads of a position lie nearer than rows
         *("contiguous", "rows_first"),
-        # address of the job's shared state; scratch and its bytes for each worker
-        *("control", "scratch", "scratch_bytes"),
     ),
 )
 """What a worker gets."""
@@ -68,8 +64,6 @@ TASKS_PER_THREAD = 8
 
 SMALL = 1 << 18
 """Bytes up to which one thread is as fast as several."""
-
-_pack = struct.Struct(f"{len(ARGS.integers)}q").pack
 
 
 @device
@@ -169,41 +163,47 @@ def rotary_worker(tile, interleaved):
         a = view(ARGS, args)
         # What is stored could be fields, for all LLVM knows: those of the inner loop are read here.
         H, half, kept, contiguous = a.H, a.half, a.kept, a.contiguous
-        x_d, out_d = a.x_d, a.out_d
+        x_d, out_d = a.x.stride_d, a.out.stride_d
         size = tile.itemsize
         row_bytes = 2 * half * size
         record = 16 * half
-        table = a.scratch + slot * a.scratch_bytes
+        table = enter(a.job_ptr, slot)
         x_steps, out_steps = (x_d, half * x_d), (out_d, half * out_d)
         if interleaved:
             x_steps, out_steps = (2 * x_d, x_d), (2 * out_d, out_d)
-        enter(a.control)
-        while not stopped(a.control):
-            task = take_task(a.control)
+        if table == 0:
+            return
+        while not stopped(a.job_ptr):
+            task = take_task(a.job_ptr)
             if task < 0:
                 break
             place = task // a.blocks
-            begin = (task - place * a.blocks) * a.rows
-            rows = min(a.rows, a.N - begin)
+            begin = (task - place * a.blocks) * a.n_rows
+            rows = min(a.n_rows, a.N - begin)
             item = place // a.groups
             first = (place - item * a.groups) * a.share
             planes = min(a.share, a.planes - first)
             first += item * a.planes
             where = 8 * (item * a.N + begin)
             for r in range(rows):
-                high = a.high + read_int64(a.high_rows + where + 8 * r) * record
-                low = a.low + read_int64(a.low_rows + where + 8 * r) * record
+                high = a.high_ptr + read_int64(a.high_rows_ptr + where + 8 * r) * record
+                low = a.low_ptr + read_int64(a.low_rows_ptr + where + 8 * r) * record
                 fill(tile, wide, table + r * row_bytes, high, low, half)
             for b in range(first // H, (first + planes - 1) // H + 1):
                 h = max(0, first - b * H)
                 heads = min(H, first + planes - b * H) - h
-                x = a.x + b * a.x_b + h * a.x_h + begin * a.x_n
-                out = a.out + b * a.out_b + h * a.out_h + begin * a.out_n
+                x = a.x.ptr + b * a.x.stride_b + h * a.x.stride_h + begin * a.x.stride_n
+                to_b, to_h, to_n = a.out.stride_b, a.out.stride_h, a.out.stride_n
+                out = a.out.ptr + b * to_b + h * to_h + begin * to_n
                 # Memory is read in the order in which it lies.
-                counts, x_far, out_far = (heads, rows), (a.x_h, a.x_n), (a.out_h, a.out_n)
+                counts, x_far, out_far = (heads, rows), (a.x.stride_h, a.x.stride_n), (to_h, to_n)
                 t_far = (0, row_bytes)
                 if a.rows_first:
-                    counts, x_far, out_far = (rows, heads), (a.x_n, a.x_h), (a.out_n, a.out_h)
+                    counts, x_far, out_far = (
+                        (rows, heads),
+                        (a.x.stride_n, a.x.stride_h),
+                        (to_n, to_h),
+                    )
                     t_far = (row_bytes, 0)
                 for i in range(counts[0]):
                     for j in range(counts[1]):
@@ -220,7 +220,7 @@ def rotary_worker(tile, interleaved):
                             from_ += 2 * half * x_d
                             to += 2 * half * out_d
                             copy(tile, from_, to, kept, x_d, out_d, contiguous)
-        leave(a.control, slot, 0)
+        leave(a.job_ptr, slot, 0)
 
     return worker
 
@@ -290,7 +290,7 @@ def rotate(
     high *= factor
     tile = tiles.choose_tile(x.dtype.name, 1 << 20)
     tile = Tile(tile.dtype, tile.W, 1, 1)
-    count = threads.thread_count() if x.nbytes > SMALL else 1
+    count = thread_count() if x.nbytes > SMALL else 1
     items = len(positions)
     planes = B * H // items
     row_bytes = 2 * half * tile.itemsize
@@ -300,20 +300,33 @@ def rotate(
     share = -(-planes // groups)
     groups = -(-planes // share)
     n_tasks = items * groups * blocks
-    workers = min(count, n_tasks)
-    scratch_bytes = -(-rows * row_bytes // 64) * 64
-    scratch = np.empty(workers * scratch_bytes + 64, np.uint8)
-    control = threads.new_control(n_tasks)
     size = tile.itemsize
-    args = _pack(
-        *(x.ctypes.data, *x.strides, out.ctypes.data, *out.strides),
-        *(H, N, half, 0 if out.ctypes.data == x.ctypes.data else D - 2 * half),
-        *(high.ctypes.data, low.ctypes.data, high_rows.ctypes.data, low_rows.ctypes.data),
-        *(planes, share, groups, blocks, rows),
-        *(x.strides[3] == out.strides[3] == size, abs(x.strides[1]) < abs(x.strides[2])),
-        *(ctypes.addressof(control), -(-scratch.ctypes.data // 64) * 64, scratch_bytes),
+    fields = {
+        "x": strided(x),
+        "out": strided(out),
+        "H": H,
+        "N": N,
+        "half": half,
+        "kept": 0 if out.ctypes.data == x.ctypes.data else D - 2 * half,
+        "high_ptr": high.ctypes.data,
+        "low_ptr": low.ctypes.data,
+        "high_rows_ptr": high_rows.ctypes.data,
+        "low_rows_ptr": low_rows.ctypes.data,
+        "planes": planes,
+        "share": share,
+        "groups": groups,
+        "blocks": blocks,
+        "n_rows": rows,
+        "contiguous": x.strides[3] == out.strides[3] == size,
+        "rows_first": abs(x.strides[1]) < abs(x.strides[2]),
+    }
+    run_job(
+        rotary_worker(tile, interleaved),
+        ARGS,
+        fields,
+        n_tasks=n_tasks,
+        n_threads=count,
+        scratch_bytes=rows * row_bytes,
+        flops=10.0 * x.nbytes,  # as long as so many operations takes what memory delivers
+        keepalive=(x, out, high, low, high_rows, low_rows),
     )
-    keep = (x, out, high, low, high_rows, low_rows, scratch, control)
-    # As long as so many operations takes what memory delivers.
-    flops = 10.0 * x.nbytes
-    threads.run(rotary_worker(tile, interleaved), args, control, workers, flops, keep=keep)

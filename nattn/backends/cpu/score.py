@@ -9,7 +9,7 @@ whatever is passed, and a call composes any list of them:
 All four are addresses. `scores` is the tile, ``[n_keys][lanes]``, changed in place; -inf hides a
 key. `deriv` is 0, or a tile that is multiplied by the derivative. `context` holds the integers
 named below; `params` what was bound: addresses, strides, numbers. A tile function cannot raise:
-its flags say what went wrong (`OUTSIDE`) and what it did beyond (`TOPPED`).
+its flags say what went wrong (`OUT_OF_RANGE`) and what it did beyond (`TILE_MAX_KNOWN`).
 
 A user's function is plain Python for one score; here it runs on lanes, with a loop over the tile
 around it (`modify`, `restrict`). It is compiled once for its code and the types of what it is bound
@@ -62,33 +62,37 @@ from .jit import device, inlined, kernel
 
 SIGNATURE = "int64(int64, int64, int64, int64)"
 
-OUTSIDE = 1
+OUT_OF_RANGE = 1
 """Flag: for a key that its row sees, a bound array was indexed where it has no element."""
 
-TOPPED = 2
-"""Flag: the vectors at ``context.top`` hold the largest score of each lane, as just written."""
+TILE_MAX_KNOWN = 2
+"""Flag: the vectors at ``context.tile_max_ptr`` hold the largest score of each lane, as it is."""
 
 CONTEXT = Struct(
     "Context",
     (
         # the batch item; addresses of an int64 for each lane: its head and its query row (lanes
-        # from `valid` on repeat the last row: nothing may be read for them beyond that)
-        *("batch", "heads", "rows", "valid"),
+        # from `n_valid` on repeat the last row: nothing may be read for them beyond that)
+        *("batch", "heads_ptr", "rows_ptr", "n_valid"),
         # what is added to a row to get its position; addresses of an int64 for each lane: the keys
         # lo <= j < hi that causal, window and lengths leave to it
-        *("offset", "lane_lo", "lane_hi"),
+        *("offset", "lane_lo_ptr", "lane_hi_ptr"),
         # the keys of the tile; its vectors of lanes
         *("first_key", "n_keys", "vectors"),
         # addresses: of a vector for each of those, where largest scores are left; of the params of
         # the mask that hides a pair from users' functions too (0: none)
-        *("top", "mask"),
+        *("tile_max_ptr", "mask_ptr"),
         # scratch: addresses of an int64 for each lane, and of W x W floats
-        *("table", "temp"),
+        *("table_ptr", "temp_ptr"),
         # of probabilities: address of the vectors that they are relative to
-        "row_max",
+        "row_max_ptr",
     ),
 )
 """Which scores a tile holds."""
+
+
+FUNCTIONS = Struct("Functions", ("ptr", "count"))
+"""A list of tile functions: address of (function, params) pairs, and their number."""
 
 
 class TileFunction(NamedTuple):
@@ -100,29 +104,32 @@ class TileFunction(NamedTuple):
         Of the compiled code.
     params : ndarray of int64
         The words that it gets.
-    keep : tuple
+    keepalive : tuple
         What must live as long as the words, which hold addresses.
     """
 
     address: int
     params: NDArray[np.int64]
-    keep: tuple[Any, ...] = ()
+    keepalive: tuple[Any, ...] = ()
 
 
 @device
-def apply(functions, count, scores, deriv, context):
-    """Run the list of (function, params) pairs at address `functions` over a tile.
+def apply(functions, scores, deriv, context):
+    """Run a list of tile functions, of which the `FUNCTIONS` record tells, over a tile.
 
     Returns
     -------
     flags : int
-        TOPPED if the last function said so; bit n + 2 if the n-th said OUTSIDE.
+        TILE_MAX_KNOWN if the last function set it; bit n + 2 if the n-th set OUT_OF_RANGE.
     """
     flags = 0
-    for n in range(count):
-        function, params = read_int64(functions + 16 * n), read_int64(functions + 16 * n + 8)
-        said = call_tile_function(function, scores, deriv, context, params)
-        flags = (flags & ~TOPPED) | (said & TOPPED) | ((said & OUTSIDE) << (n + 2))
+    for n in range(functions.count):
+        pair = functions.ptr + 16 * n
+        function, params = read_int64(pair), read_int64(pair + 8)
+        own = call_tile_function(function, scores, deriv, context, params)
+        flags = (
+            (flags & ~TILE_MAX_KNOWN) | (own & TILE_MAX_KNOWN) | ((own & OUT_OF_RANGE) << (n + 2))
+        )
     return flags
 
 
@@ -131,10 +138,10 @@ def lane_offsets(tile, context, stride_h, stride_i):
     """Write each lane's byte offset in an array over (head, row); return whether all are equal."""
     equal = True
     for lane in range(tile.lanes):
-        head, i = read_int64(context.heads + 8 * lane), read_int64(context.rows + 8 * lane)
+        head, i = read_int64(context.heads_ptr + 8 * lane), read_int64(context.rows_ptr + 8 * lane)
         offset = head * stride_h + i * stride_i
-        write_int64(context.table + 8 * lane, offset)
-        equal &= offset == read_int64(context.table)
+        write_int64(context.table_ptr + 8 * lane, offset)
+        equal &= offset == read_int64(context.table_ptr)
     return equal
 
 
@@ -145,7 +152,7 @@ def add_or_hide(tile, at, x):
     store(at, np.where((s == -np.inf) | (x == -np.inf), splat(tile, -np.inf), s + x))
 
 
-OPERAND = Struct("Operand", ("address", "stride_b", "stride_h", "stride_i", "stride_j"))
+OPERAND = Struct("Operand", ("ptr", "stride_b", "stride_h", "stride_i", "stride_j"))
 """Params of an array broadcast to (B, Hq, Nq, Nk): its address and byte strides."""
 
 
@@ -157,9 +164,9 @@ def add_operand(tile, storage, itemsize):
     def function(scores, deriv, context, params):
         c = view(CONTEXT, context)
         p = view(OPERAND, params)
-        base = p.address + c.batch * p.stride_b + c.first_key * p.stride_j
+        base = p.ptr + c.batch * p.stride_b + c.first_key * p.stride_j
         if lane_offsets(tile, c, p.stride_h, p.stride_i):
-            base += read_int64(c.table)
+            base += read_int64(c.table_ptr)
             for n in range(c.n_keys):
                 x = load_splat(tile, storage, base + n * p.stride_j)
                 for i in range(vectors):
@@ -167,14 +174,14 @@ def add_operand(tile, storage, itemsize):
             return 0
         for i in range(vectors):
             column = scores + i * width * size
-            lanes = c.table + 8 * i * width
+            lanes = c.table_ptr + 8 * i * width
             done = 0
             if p.stride_j == itemsize:
                 while done + width <= c.n_keys:
                     at = base + done * p.stride_j
-                    gather_transposed(tile, storage, at, lanes, c.temp, width * size)
+                    gather_transposed(tile, storage, at, lanes, c.temp_ptr, width * size)
                     for n in range(width):
-                        x = load(tile, c.temp + n * width * size)
+                        x = load(tile, c.temp_ptr + n * width * size)
                         add_or_hide(tile, column + (done + n) * row, x)
                     done += width
             for n in range(done, c.n_keys):
@@ -200,13 +207,13 @@ TOOLS = Tools(inlined, call_arguments, as_condition)
 
 @device
 def seen_outside(c, bits, first_lane, key):
-    """Return OUTSIDE if, in one of the lanes that `bits` name, the row sees the key."""
+    """Return OUT_OF_RANGE if, in one of the lanes that `bits` name, the row sees the key."""
     lane = first_lane
     while bits:
-        if bits & 1 and lane < c.valid:
-            lo, hi = read_int64(c.lane_lo + 8 * lane), read_int64(c.lane_hi + 8 * lane)
+        if bits & 1 and lane < c.n_valid:
+            lo, hi = read_int64(c.lane_lo_ptr + 8 * lane), read_int64(c.lane_hi_ptr + 8 * lane)
             if lo <= key < hi and not masked(c, lane, key):
-                return OUTSIDE
+                return OUT_OF_RANGE
         bits >>= 1
         lane += 1
     return 0
@@ -215,11 +222,11 @@ def seen_outside(c, bits, first_lane, key):
 @device
 def masked(c, lane, key):
     """Return whether the argument `mask` hides a key from the row of a lane."""
-    if c.mask == 0:
+    if c.mask_ptr == 0:
         return False
-    p = view(OPERAND, c.mask)
-    at = p.address + c.batch * p.stride_b + read_int64(c.heads + 8 * lane) * p.stride_h
-    at += read_int64(c.rows + 8 * lane) * p.stride_i + key * p.stride_j
+    p = view(OPERAND, c.mask_ptr)
+    at = p.ptr + c.batch * p.stride_b + read_int64(c.heads_ptr + 8 * lane) * p.stride_h
+    at += read_int64(c.rows_ptr + 8 * lane) * p.stride_i + key * p.stride_j
     return read_int8(at) == 0
 
 
@@ -228,12 +235,12 @@ def _head(packed, index):
     if packed:
 
         def head(tile, c, lane):
-            return load_index(tile, index, c.heads + 8 * lane, 0)
+            return load_index(tile, index, c.heads_ptr + 8 * lane, 0)
 
     else:
 
         def head(tile, c, lane):
-            return uniform_index(tile, index, read_int64(c.heads))
+            return uniform_index(tile, index, read_int64(c.heads_ptr))
 
     return inlined(head)
 
@@ -254,11 +261,11 @@ def _over_tile(tile, index, packed, step):
         row = c.vectors * width * size
         outside = new_outside(tile)
         batch = uniform_index(tile, index, c.batch)
-        flags = TOPPED
+        flags = TILE_MAX_KNOWN
         for i in range(c.vectors):
             lane = i * width
             h = head(tile, c, lane)
-            position = load_index(tile, index, c.rows + 8 * lane, c.offset)
+            position = load_index(tile, index, c.rows_ptr + 8 * lane, c.offset)
             largest = splat(tile, -np.inf)
             for n in range(c.n_keys):
                 offset = n * row + lane * size
@@ -270,7 +277,7 @@ def _over_tile(tile, index, packed, step):
                 if bits:
                     flags |= seen_outside(c, bits, lane, c.first_key + n)
                 largest = np.where(s > largest, s, largest)
-            store(c.top + lane * size, largest)
+            store(c.tile_max_ptr + lane * size, largest)
         return flags
 
     return function
@@ -387,7 +394,7 @@ def drop(tile, packed):
         for i in range(c.vectors):
             lane = i * width
             h = head(tile, c, lane)
-            rows = load_index(tile, "int64", c.rows + 8 * lane, 0)
+            rows = load_index(tile, "int64", c.rows_ptr + 8 * lane, 0)
             for key in range(c.first_key // 4 * 4, end, 4):
                 four = uniform_index(tile, "int64", key // 4)
                 w0, w1, w2, w3 = philox(four, rows, h, batch, low, high)

@@ -17,10 +17,10 @@ LOG2E = math.log2(math.e)
 
 
 @device
-def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha):
+def running_softmax(tile, scores, n_keys, max_known, tile_max, row_max, row_sum, alpha):
     """Turn scores into probabilities relative to the running maximum, in place.
 
-    With `top_known` the vectors at address `top` hold the largest of these scores. -inf is a
+    With `max_known` the vectors at address `tile_max` hold the largest of these scores. -inf is a
     hidden key, of probability 0. A row that has seen nothing yet keeps row_max = -inf, and no
     difference of two infinities is ever taken for it. NaN in a score, or a score of +inf, makes
     row_sum NaN, and that stays.
@@ -31,11 +31,11 @@ def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha)
         column = scores + at
         old = load(tile, row_max + at)
         largest = old
-        if top_known:
-            s = load(tile, top + at)
+        if max_known:
+            s = load(tile, tile_max + at)
             largest = np.where(s > largest, s, largest)
         else:
-            for n in range(rows):
+            for n in range(n_keys):
                 s = load(tile, column + n * row)
                 largest = np.where(s > largest, s, largest)
         store(row_max + at, largest)
@@ -43,7 +43,7 @@ def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha)
         shrink = exp2_nonpositive((old - largest) * LOG2E)
         store(alpha + at, shrink)
         total = splat(tile, 0.0)
-        for n in range(rows):
+        for n in range(n_keys):
             p = exp2_nonpositive((load(tile, column + n * row) - largest) * LOG2E)
             total += p
             store(column + n * row, p)
@@ -51,25 +51,25 @@ def running_softmax(tile, scores, rows, top_known, top, row_max, row_sum, alpha)
 
 
 @device
-def note_hidden(tile, scores, rows, marks):
+def note_hidden(tile, scores, n_keys, hidden):
     """Write 1 where a score is that of a hidden key, before it becomes a probability."""
     size = tile.W * tile.itemsize
-    for n in range(rows * tile.MV):
+    for n in range(n_keys * tile.MV):
         s = load(tile, scores + n * size)
-        store(marks + n * size, np.where(s == -np.inf, splat(tile, 1.0), splat(tile, 0.0)))
+        store(hidden + n * size, np.where(s == -np.inf, splat(tile, 1.0), splat(tile, 0.0)))
 
 
 @device
-def mark_hidden(tile, probs, rows, marks):
+def mark_hidden(tile, probs, n_keys, hidden):
     """Make the probability of hidden keys -0.0; one that has underflowed stays +0.0.
 
     Apart from `running_softmax`, which this keeps to one loop with its constants in registers.
     """
     size = tile.W * tile.itemsize
-    for n in range(rows * tile.MV):
-        hidden = load(tile, marks + n * size) > 0.0
+    for n in range(n_keys * tile.MV):
+        noted = load(tile, hidden + n * size) > 0.0
         p = load_old(tile, probs + n * size)
-        store(probs + n * size, np.where(hidden, splat(tile, -0.0), p))
+        store(probs + n * size, np.where(noted, splat(tile, -0.0), p))
 
 
 @device

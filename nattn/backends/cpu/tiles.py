@@ -15,17 +15,6 @@ from numba.core.registry import cpu_target
 from ...vectors.lanes import Tile
 from .jit import compiling
 
-STATE_BYTES = 96
-CONTEXT_BYTES = 128
-"""Room for the records `forward.STATE` and `score.CONTEXT`."""
-
-AREAS = (
-    *("queries", "acc", "row_max", "row_sum", "lane_lo", "lane_hi", "lane_head", "lane_row"),
-    *("block_rows", "states", "scores", "marks", "keys", "values"),
-    *("alpha", "top", "bounds", "table", "context", "temp"),
-)
-"""A worker's scratch areas: see `scratch_layout`."""
-
 TASKS_PER_THREAD = 16
 """A problem is cut into so many tasks for each thread, if it has so many tiles: while one thread
 is at its last task, the others have nothing to do."""
@@ -95,67 +84,15 @@ def block_kv(dtype: str, D: int) -> int:
     return min(by_scores, by_keys, 256) // 64 * 64
 
 
-def _offsets(order: tuple[str, ...], sizes: dict[str, int]) -> dict[str, int]:
-    """Return the byte offset of each area, on a cache line, and where they end as "end"."""
-    layout, at = {}, 0
-    for name in order:
-        layout[name] = at
-        at += -(-sizes[name] // 64) * 64
-    layout["end"] = at
-    return layout
-
-
-def _common_areas(tile: Tile, tiles: int) -> dict[str, int]:
-    """Return the sizes of the areas that every pass over the keys needs.
-
-    For each tile: first and last visible key, head and query row ``[lanes]``, rows of a block mask,
-    state. For all: one value for each lane, and what tile functions get.
-    """
-    lanes, size = tile.lanes, tile.itemsize
-    per_lane = ("lane_lo", "lane_hi", "lane_head", "lane_row", "block_rows")
-    return {
-        **dict.fromkeys(per_lane, tiles * lanes * 8),
-        "states": tiles * STATE_BYTES,
-        "top": lanes * size,
-        "bounds": 2 * lanes * 4,
-        "table": lanes * 8,
-        "context": CONTEXT_BYTES,
-        "temp": tile.W * tile.W * size,
-    }
-
-
-def scratch_layout(tile: Tile, block: int, tiles: int, D: int, Dv: int) -> dict[str, int]:
-    """Return the byte offset of each of a task's scratch areas, and their size as "end".
-
-    Beside `_common_areas`, per tile of the task: queries ``[D][lanes]``, accumulators
-    ``[Dv][lanes]``, running maxima and sums ``[lanes]``. Shared by the tiles: scores and marks
-    ``[block][lanes]``, packed keys and values of the block, a factor for each lane.
-    """
-    size, lanes = tile.itemsize, tile.lanes
-    columns = -(-Dv // tile.NR) * tile.NR
-    sizes = _common_areas(tile, tiles) | {
-        "queries": tiles * D * lanes * size,
-        "acc": tiles * columns * lanes * size,
-        "row_max": tiles * lanes * size,
-        "row_sum": tiles * lanes * size,
-        "scores": block * lanes * size,
-        "marks": block * lanes * size,
-        "keys": block * D * size,
-        "values": block * columns * size,
-        "alpha": lanes * size,
-    }
-    return _offsets(AREAS, sizes)
-
-
 def tiles_per_task(
-    tile: Tile, block: int, D: int, Dv: int, tiles: int, streams: int, threads: int
+    tile: Tile, block_kv: int, D: int, Dv: int, tiles: int, streams: int, threads: int
 ) -> int:
     """Return how many query tiles share one pass over the keys.
 
     As many as the second-level cache holds beside the block, at most 16 (more saves nothing), and
     few enough that all threads stay busy.
     """
-    room = L2_SHARE - block * (D + Dv) * tile.itemsize
+    room = L2_SHARE - block_kv * (D + Dv) * tile.itemsize
     fit = room // ((D + Dv) * tile.lanes * tile.itemsize)
     share = -(-tiles * streams // (TASKS_PER_THREAD * threads))
     most = max(1, min(16, fit, share, tiles))
@@ -170,7 +107,7 @@ def wide_tile(dtype: str) -> Tile:
 
 
 @functools.cache
-def backward_block(dtype: str, D: int, Dv: int) -> int:
+def backward_block_kv(dtype: str, D: int, Dv: int) -> int:
     """Return the number of keys in a block of the backward pass."""
     size = 4 if dtype == "float32" else 8
     return max(64, min(128, 128 * 1024 // (2 * (D + Dv) * size) // 64 * 64))
@@ -181,37 +118,11 @@ def padded(depth: int, wide: Tile) -> int:
     return -(-depth // wide.lanes) * wide.lanes
 
 
-def backward_layout(
-    tile: Tile, wide: Tile, block: int, tiles: int, D: int, Dv: int, areas: tuple[str, ...]
-) -> dict[str, int]:
-    """Return the byte offset of each area of `backward.AREAS`, and their size as "end"."""
-    size, lanes = tile.itemsize, tile.lanes
-    columns = -(-D // tile.NR) * tile.NR
-    rows = block + tile.NR
-    sizes = _common_areas(tile, tiles) | {
-        "queries": tiles * D * lanes * size,
-        "douts": tiles * Dv * lanes * size,
-        "query_rows": tiles * lanes * padded(D, wide) * size,
-        "dout_rows": tiles * lanes * padded(Dv, wide) * size,
-        "out_row": padded(Dv, wide) * size,
-        "dq_acc": tiles * columns * lanes * size,
-        **dict.fromkeys(("lse_rows", "deltas"), tiles * lanes * size),
-        **dict.fromkeys(("row_sums", "distance_sums"), tiles * lanes * size),
-        **dict.fromkeys(("probs", "dscores"), tiles * rows * lanes * size),
-        **dict.fromkeys(("derivs", "plain", "marks"), rows * lanes * size),
-        "keys": rows * D * size,
-        "values": rows * Dv * size,
-        "panels": rows * columns * size,
-        "ones": lanes * size,
-    }
-    return _offsets(areas, sizes)
-
-
-def part_keys(kv_len: int, block: int) -> int:
-    """Return the number of keys in a part of the backward pass: whole blocks, at most eight parts.
+def split_keys(kv_len: int, block_kv: int) -> int:
+    """Return the number of keys of a split of the backward pass: whole blocks, at most 8 splits.
 
     It follows from the item's own length, not from its padding.
     """
-    blocks = -(-kv_len // block)
-    parts = max(1, min(8, kv_len // 1024))
-    return max(1, -(-blocks // parts)) * block
+    blocks = -(-kv_len // block_kv)
+    splits = max(1, min(8, kv_len // 1024))
+    return max(1, -(-blocks // splits)) * block_kv

@@ -68,11 +68,13 @@ from .operators import (
 )
 from .records import (
     Struct,
+    address_of,
     view,
 )
 from .register_tile import (
     add_tile,
     outer_fma,
+    outer_fma_unless_hidden,
     outer_fma_visible,
     rescale_add_tile,
     store_tile,
@@ -110,6 +112,7 @@ __all__ = [
     "Struct",
     "Tile",
     "add_tile",
+    "address_of",
     "as_condition",
     "as_score",
     "atomic_add",
@@ -130,6 +133,7 @@ __all__ = [
     "load_splat",
     "new_outside",
     "outer_fma",
+    "outer_fma_unless_hidden",
     "outer_fma_visible",
     "outside_bits",
     "part_pairs",

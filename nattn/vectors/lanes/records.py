@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,33 +32,101 @@ from .types import LLVM
 class Struct:
     """A record of 8-byte fields at some address, which kernels read and write by name.
 
-    In a kernel ``view(struct, address)`` has an attribute for each field. A plain type for it,
-    unlike NumPy's records in Numba, keeps the names of compiled functions short.
+    In a kernel ``view(struct, address)`` has an attribute for each field; that of a record within a
+    record is a view of it. A plain type for it, unlike NumPy's records in Numba, keeps the names of
+    compiled functions short. On the host `pack` makes one of values by name.
 
     Attributes
     ----------
     name : str
         Name of the type, unique.
-    integers, reals : tuple of str
-        Names of the int64 fields, and of the float64 fields that follow.
+    integers, reals : tuple
+        Names of the int64 fields, and of the float64 fields that follow. Among the first,
+        ``(name, Struct)`` is a record within this one, of integers alone.
     """
 
     name: str
-    integers: tuple[str, ...]
+    integers: tuple[str | tuple[str, Struct], ...]
     reals: tuple[str, ...] = ()
 
-    @property
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fields, in order."""
+        return (*(x if isinstance(x, str) else x[0] for x in self.integers), *self.reals)
+
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         """The record as a NumPy dtype."""
-        return np.dtype([(n, "i8") for n in self.integers] + [(n, "f8") for n in self.reals])
+        integers = [(x, "i8") if isinstance(x, str) else (x[0], x[1].dtype) for x in self.integers]
+        return np.dtype([*integers, *((n, "f8") for n in self.reals)])
+
+    @cached_property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self.dtype.itemsize
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, Any]]:
+        found: dict[str, tuple[int, Any]] = {}
+        records = dict(x for x in self.integers if not isinstance(x, str))
+        for name, (dtype, offset, *_) in (self.dtype.fields or {}).items():
+            number = types.float64 if dtype.kind == "f" else types.int64
+            found[name] = offset, ViewType(records[name]) if name in records else number
+        return found
 
     def field(self, name: str) -> tuple[int, Any]:
         """Return the byte offset and the Numba type of a field; KeyError if there is none."""
-        if name in self.integers:
-            return 8 * self.integers.index(name), types.int64
-        if name in self.reals:
-            return 8 * (len(self.integers) + self.reals.index(name)), types.float64
-        raise KeyError(name)
+        return self._places[name]
+
+    def pack(self, fields: Mapping[str, Any]) -> bytes:
+        """Return the record as bytes.
+
+        Parameters
+        ----------
+        fields : mapping
+            A value for each name: a number, or for a record within this one a tuple of integers.
+
+        Raises
+        ------
+        TypeError
+            If a field is missing, or there is one that the record does not have.
+
+        Examples
+        --------
+        >>> pair = Struct("Pair", ("first", "second"))
+        >>> outer = Struct("Outer", ("a", ("b", pair)), ("c",))
+        >>> outer.pack({"c": 0.5, "b": (2, 3), "a": 1}).hex(" ", 8)
+        '0100000000000000 0200000000000000 0300000000000000 000000000000e03f'
+        """
+        try:
+            values = self._in_order(fields)
+        except KeyError:
+            values = ()
+        if len(fields) != len(values):
+            wrong = sorted(set(fields) ^ set(self.names))
+            raise TypeError(
+                f"{self.name}: expected a value for each of its fields and no other, got too many "
+                f"or too few of {', '.join(wrong)}"
+            )
+        words: list[Any] = []
+        for x in values:
+            if type(x) is tuple:
+                words += x
+            else:
+                words.append(x)
+        return self._packed(*words)
+
+    @cached_property
+    def _in_order(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+        getter: Any = operator.itemgetter(*self.names)
+        if len(self.names) == 1:
+            return lambda fields: (getter(fields),)
+        return getter  # type: ignore[no-any-return]
+
+    @cached_property
+    def _packed(self) -> Callable[..., bytes]:
+        n_reals = len(self.reals)
+        return struct.Struct(f"{self.size // 8 - n_reals}q{n_reals}d").pack
 
 
 class StructType(types.Opaque):
@@ -106,6 +178,8 @@ class _ViewAttributes(AttributeTemplate):
 @lower_getattr_generic(ViewType)
 def _view_get(context: Any, builder: Any, typ: Any, value: Any, attr: str) -> Any:
     offset, ty = typ.struct.field(attr)
+    if isinstance(ty, ViewType):
+        return builder.add(value, I64(offset))
     return emit_load(builder, builder.add(value, I64(offset)), LLVM[ty])
 
 
@@ -115,6 +189,12 @@ def _view_set(context: Any, builder: Any, sig: Any, args: Any, attr: str) -> Any
     emit_store(
         builder, builder.add(args[0], I64(offset)), context.cast(builder, args[1], sig.args[1], ty)
     )
+
+
+@intrinsic
+def address_of(typingctx: Any, record: Any) -> Any:
+    """Return the byte address of a record."""
+    return types.int64(record), lambda context, b, sig, args: args[0]
 
 
 @intrinsic

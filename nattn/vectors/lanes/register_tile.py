@@ -104,6 +104,34 @@ def outer_fma_visible(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, strid
 
 
 @intrinsic
+def outer_fma_unless_hidden(
+    typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any
+) -> Any:
+    """Add an outer product as `outer_fma` does, and leave acc[j] as it is where x[j] is -0.0.
+
+    It is `outer_fma_visible` for probabilities that are the scalars. NaN may have a sign bit, too.
+    """
+    mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        _, acc_, a_, x_, stride_ = args
+        size = tile.tile.itemsize * to.width
+        vectors = [Vector(b, emit_load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
+        out = acc_
+        for j in range(nr):
+            scalar = emit_load(b, b.add(x_, b.mul(stride_, I64(j))), LLVM[to.dtype])
+            spread = Vector(b, broadcast(b, scalar, to.width))
+            hidden = spread.bits().cmp("<", 0) & spread.cmp("==", 0.0)
+            for i in range(mv):
+                old = Vector(b, b.extract_value(acc_, j * mv + i))
+                new = hidden.where(old, vectors[i].fma(spread, old))
+                out = b.insert_value(out, new.value, j * mv + i)
+        return out
+
+    return acc(tile, acc, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def rescale_add_tile(typingctx: Any, tile: Any, acc: Any, address: Any, alpha: Any) -> Any:
     """Add the register tile to memory: ``m[j, i] = m[j, i] * alpha[i] + acc[j, i]``."""
     mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
