@@ -320,13 +320,13 @@ def test_only_mixed_blocks_are_looked_at() -> None:
 
 
 def test_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nattn.backends.cpu import threads
+    from nattn.backends.cpu import jobs
 
     q, k, v = qkv(1, 4, 300, 600, 16)
     table = patchwork(np.random.default_rng(0), (1, 4, 300, 600), (64, 64))
     results = []
     for count in (1, 2, 3):
-        monkeypatch.setattr(threads, "thread_count", lambda count=count: count)
+        monkeypatch.setattr(jobs, "thread_count", lambda count=count: count)
         results.append(check_table(table, q, k, v, 64))
     for out, lse in results[1:]:
         np.testing.assert_array_equal(out, results[0][0])

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import nattn
 from nattn.api.functional import _attend
-from nattn.backends.cpu import launch, threads, tiles
+from nattn.backends.cpu import jobs, launch, tiles
 from nattn.backends.cpu.door import fma_peak
 
 Array = NDArray[Any]
@@ -167,7 +167,7 @@ def test_bits_whatever_the_threads_and_tasks(case: Case, sizes: pytest.MonkeyPat
     q, k, v, options = case.make(np.float32)
     expected = attend(q, k, v, **options)
     for count in (1, 2, 3):
-        sizes.setattr(threads, "thread_count", lambda n=count: n)
+        sizes.setattr(jobs, "thread_count", lambda n=count: n)
         for per_task in range(1, 9):
             sizes.setattr(tiles, "tiles_per_task", lambda *_, n=per_task, **__: n)
             launch.plan.cache_clear()

@@ -709,11 +709,11 @@ WITHOUT_B = {name: x for name, x in WITH_B.items() if name not in ("mask_mod", "
 def test_5_modifiers_whatever_the_number_of_threads(
     Nq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = importlib.import_module("nattn.backends.cpu.threads")
+    jobs = importlib.import_module("nattn.backends.cpu.jobs")
     q, k, v = qkv(3, 4, Nq, 1100, 24)
     results = []
     for n in (1, 2, 3):
-        monkeypatch.setattr(threads, "thread_count", lambda n=n: n)
+        monkeypatch.setattr(jobs, "thread_count", lambda n=n: n)
         results.append(attend("cpu", q, k[:, :2], v[:, :2], **WITH_B))
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[2], results[0])
@@ -787,10 +787,10 @@ def test_5_modifiers_whatever_the_strides_of_what_they_read(backend: str) -> Non
 
 
 def whatever_the_threads(monkeypatch: pytest.MonkeyPatch, *arrays: Any, **options: Any) -> None:
-    threads = importlib.import_module("nattn.backends.cpu.threads")
+    jobs = importlib.import_module("nattn.backends.cpu.jobs")
     results = []
     for n in (1, 2, 3):
-        monkeypatch.setattr(threads, "thread_count", lambda n=n: n)
+        monkeypatch.setattr(jobs, "thread_count", lambda n=n: n)
         results.append(differentiate("cpu", *arrays, **options)[0])
     assert_same_gradients(results[1], results[0])
     assert_same_gradients(results[2], results[0])
