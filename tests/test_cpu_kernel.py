@@ -310,11 +310,13 @@ def test_nothing_beside_the_arrays_is_touched(dtype: str, at_end: bool) -> None:
 
 
 def test_few_queries_fill_the_lanes() -> None:
-    """Decoding with 8 heads on one key head takes one tile, not 8."""
-    rows = 8
-    one = launch.plan("float32", 1, rows, rows, 1, 100, 64, 64, 1)
-    assert one.n_tasks == 1
-    assert one.tile.lanes < rows + max(one.tile.W, tiles.choose_tile("float32", 1).W)
+    """Decoding with many heads on one key head takes one tile, not one for each, nor too wide."""
+    narrow, wide = (tiles.choose_tile("float32", rows).lanes for rows in (1, 1 << 20))
+    assert narrow < wide
+    for rows in (2, narrow, narrow + 1, wide):
+        one = launch.plan("float32", 1, rows, rows, 1, 100, 64, 64, 1)
+        assert one.n_tasks == 1
+        assert one.tile.lanes == (narrow if rows <= narrow else wide)
 
 
 # ---------------------------------------------------------------------------------------------
