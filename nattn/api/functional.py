@@ -13,8 +13,7 @@ from ..call.arguments import Arguments, shows_arguments
 from ..call.checks import Array, HostArray, check_flag
 from ..call.device_arrays import CudaArray
 from ..call.problem import WRT, Problem
-
-Progress = Callable[[float], object]
+from ..call.progress import Progress
 
 
 @overload

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ...call.checks import check_count
+from ...call.progress import Progress
 from ...nn import MultiHeadAttention
 
 Array = NDArray[Any]
 Params = dict[str, Array]
-Progress = Callable[[float], object]
+
 Batch = Callable[[np.random.Generator], tuple[Array, Array]]
 
 
