@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...call.progress import part_of
+from ...call.progress import Progress, part_of
 from ...positional import Rotary, Sinusoidal
-from .network import Array, Network, Progress, evaluate, train
+from .network import Array, Network, evaluate, train
 
 
 @dataclass(frozen=True)
