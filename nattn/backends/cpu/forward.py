@@ -28,7 +28,6 @@ from ...vectors.lanes import (
     load,
     read,
     read_int64,
-    scatter_transposed,
     splat,
     store,
     view,
@@ -45,6 +44,7 @@ from .packing import (
     pack_transposed,
     pack_values,
     readable_in_place,
+    write_transposed,
 )
 from .score import CONTEXT, FUNCTIONS, TILE_MAX_KNOWN, apply, lane_offsets
 from .softmax import mark_hidden, note_hidden, running_softmax
@@ -340,17 +340,6 @@ def finish_tile(tile, a, plan, context, t, lse, probe, skip_hidden):
         write(tile, at, read(tile, lse + lane * size))
     lane_offsets(tile, context, a.out.stride_h, a.out.stride_n)
     out = a.out.ptr + context.batch * a.out.stride_b
-    for i in range(tile.MV):
-        count = min(n_valid - i * width, width)
-        source, table = t.acc_ptr + i * width * size, context.table_ptr + 8 * i * width
-        done = 0
-        if a.out.stride_d == size:
-            while done + width <= plan.Dv:
-                scatter_transposed(tile, source + done * row, row, out + done * size, table, count)
-                done += width
-        for d in range(done, plan.Dv):
-            for lane in range(count):
-                x = read(tile, source + d * row + lane * size)
-                write(tile, out + read_int64(table + 8 * lane) + d * a.out.stride_d, x)
+    write_transposed(tile, context, t.acc_ptr, plan.Dv, n_valid, out, a.out.stride_d)
     t.done = 1
     return True

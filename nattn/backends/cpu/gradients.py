@@ -13,14 +13,13 @@ from ...vectors.lanes import (
     read,
     read_int64,
     scatter_add_transposed,
-    scatter_transposed,
     sign_bit,
     splat,
     store,
     write,
 )
 from .jit import device
-from .packing import copy_row, pack_rows, pack_transposed
+from .packing import copy_row, pack_rows, pack_transposed, write_transposed
 from .score import lane_offsets
 from .softmax import LOG2E, is_hidden
 
@@ -256,21 +255,11 @@ def write_sums(tile, a, plan, context, t, split):
 @device
 def write_dq(tile, a, plan, context, t, dq, first_head):
     """Write a tile's partial dq, times the scale."""
-    size, width, row = tile.itemsize, tile.W, tile.lanes * tile.itemsize
-    acc = t.dq_acc_ptr
+    size, width = tile.itemsize, tile.W
     factor = splat(tile, a.scale)
     for n in range(plan.D * tile.MV):
-        store(acc + n * width * size, load(tile, acc + n * width * size) * factor)
+        at = t.dq_acc_ptr + n * width * size
+        store(at, load(tile, at) * factor)
     lane_offsets(tile, context, plan.Nq * plan.D * size, plan.D * size)
     out = dq - first_head * plan.Nq * plan.D * size
-    for i in range(tile.MV):
-        count = min(context.n_valid - i * width, width)
-        source, table = acc + i * width * size, context.table_ptr + 8 * i * width
-        done = 0
-        while done + width <= plan.D:
-            scatter_transposed(tile, source + done * row, row, out + done * size, table, count)
-            done += width
-        for d in range(done, plan.D):
-            for lane in range(count):
-                x = read(tile, source + d * row + lane * size)
-                write(tile, out + read_int64(table + 8 * lane) + d * size, x)
+    write_transposed(tile, context, t.dq_acc_ptr, plan.D, t.n_valid, out, size)

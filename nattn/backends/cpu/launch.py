@@ -63,8 +63,8 @@ class Plan:
     def of_rows(self, rows: Rows, n_threads: int) -> Plan:
         """Return the plan of some tiles of some streams."""
         n_streams, n_tiles = rows.end_stream - rows.first_stream, rows.end_tile - rows.first_tile
-        share = -(-n_tiles * n_streams // (tiles.TASKS_PER_THREAD * n_threads))
-        per_task = max(1, min(self.fields["tiles_per_task"], share))
+        enough_tasks = -(-n_tiles * n_streams // (tiles.TASKS_PER_THREAD * n_threads))
+        per_task = max(1, min(self.fields["tiles_per_task"], enough_tasks))
         tasks_per_stream = -(-n_tiles // per_task)
         tasks = {
             "first_stream": rows.first_stream,

@@ -270,8 +270,8 @@ class RowSums:
         self.state[:, :, 0] = -np.inf
         self.argmax = np.full(self.state[:, :, 0].shape, -1, np.int64)
         params = np.array([*rows.words(self.state), self.argmax.ctypes.data], np.int64)
-        keep = (self.state, self.argmax)
-        self.function = TileFunction(add_rows_up(_one(rows.tile)), params, keep)
+        keepalive = (self.state, self.argmax)
+        self.function = TileFunction(add_rows_up(_one(rows.tile)), params, keepalive)
 
     def stats(
         self, sinks: NDArray[Any] | None

@@ -1,4 +1,7 @@
-"""Copies of queries, keys and values as the micro-kernel reads them, and keys where they lie."""
+"""Between the caller's arrays and scratch: queries, keys and values in, results out.
+
+This is where numbers change from the type that is stored to the type that is computed in.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from ...vectors.lanes import (
     load_lanes,
     read,
     read_int64,
+    scatter_transposed,
     splat,
     store,
     store_panels,
@@ -29,10 +33,13 @@ def readable_in_place(tile, array, depth, shared):
     """Return whether the micro-kernel reads the rows of an array where they lie.
 
     Others are packed. Where tiles share the copy, it costs less than what the micro-kernel loses on
-    rows far apart, which compete for the same lines of the cache.
+    rows far apart, which compete for the same lines of the cache. In place it reads only the type
+    that it computes in.
     """
     size = tile.itemsize
-    return array.stride_d == size and (not shared or abs(array.stride_n) <= 2 * depth * size)
+    if array.stride_d != size or tile.storage_size != size:
+        return False
+    return not shared or abs(array.stride_n) <= 2 * depth * size
 
 
 @device
@@ -41,15 +48,15 @@ def fetch_keys(tile, block, array, rows, depth, n_rows, in_place, begin, end, pa
 
     The micro-kernel reads NR whole rows at a time: a last group of fewer is completed with zeros.
     """
-    nr, size, width = tile.NR, tile.itemsize, tile.W
+    nr, size, stored, width = tile.NR, tile.itemsize, tile.storage_size, tile.W
     stride_n, stride_d = array.stride_n, array.stride_d
     first = n_rows // nr * nr if in_place else begin
     for n in range(first, (end + nr - 1) // nr * nr):
         at, to = rows + n * stride_n, packed + (n - first) * depth * size
         d = 0
-        if n < n_rows and stride_d == size:
+        if n < n_rows and stride_d == stored:
             while d + width <= depth:
-                store(to + d * size, load(tile, at + d * size))
+                store(to + d * size, load(tile, at + d * stored))
                 d += width
         while d < depth:
             write(tile, to + d * size, read(tile, at + d * stride_d) if n < n_rows else 0.0)
@@ -81,17 +88,17 @@ def pack_values(tile, array, rows, depth, whole, begin, end, dest, panel):
 
     The micro-kernel then reads each panel from its beginning to its end.
     """
-    nr, size, width = tile.NR, tile.itemsize, tile.W
+    nr, size, stored, width = tile.NR, tile.itemsize, tile.storage_size, tile.W
     stride_n, stride_d = array.stride_n, array.stride_d
     columns = (depth - whole + nr - 1) // nr * nr
     for n in range(begin, end):
         at = rows + n * stride_n + whole * stride_d
         row = dest + (n - begin) * nr * size
         d = 0
-        if stride_d == size:
+        if stride_d == stored:
             while d + width <= depth - whole:
                 to = row + d // nr * panel + d % nr * size
-                store_panels(tile, to, load(tile, at + d * size), panel)
+                store_panels(tile, to, load(tile, at + d * stored), panel)
                 d += width
         while d < columns:
             x = read(tile, at + d * stride_d) if d < depth - whole else 0.0
@@ -103,6 +110,7 @@ def pack_values(tile, array, rows, depth, whole, begin, end, dest, panel):
 def pack_transposed(tile, context, array, depth, scale, dest):
     """Write the rows of a tile's lanes, times a scale, as ``[depth][lanes]``."""
     size, width, row = tile.itemsize, tile.W, tile.lanes * tile.itemsize
+    stored = tile.storage_size
     lane_offsets(tile, context, array.stride_h, array.stride_n)
     source, stride_d = array.ptr + context.batch * array.stride_b, array.stride_d
     factor = splat(tile, scale)
@@ -110,9 +118,9 @@ def pack_transposed(tile, context, array, depth, scale, dest):
         table = context.table_ptr + 8 * i * width
         to = dest + i * width * size
         done = 0
-        if stride_d == size:
+        if stride_d == stored:
             while done + width <= depth:
-                gather_transposed(tile, tile, source + done * size, table, to + done * row, row)
+                gather_transposed(tile, tile, source + done * stored, table, to + done * row, row)
                 done += width
         for d in range(done, depth):
             store(to + d * row, load_lanes(tile, tile, source + d * stride_d, table))
@@ -134,13 +142,33 @@ def pack_rows(tile, context, array, depth, width, scale, dest):
 @device
 def copy_row(tile, source, stride, depth, width, scale, dest):
     """Copy a row, times a scale, and fill it up with 0 to `width`."""
-    size = tile.itemsize
+    size, stored = tile.itemsize, tile.storage_size
     factor = splat(tile, scale)
     d = 0
-    if stride == size:
+    if stride == stored:
         while d + tile.W <= depth:
-            store(dest + d * size, load(tile, source + d * size) * factor)
+            store(dest + d * size, load(tile, source + d * stored) * factor)
             d += tile.W
     while d < width:
         write(tile, dest + d * size, read(tile, source + d * stride) * scale if d < depth else 0.0)
         d += 1
+
+
+@device
+def write_transposed(tile, context, source, depth, n_valid, dest, stride_d):
+    """Write ``[depth][lanes]`` to rows; the context's table says where that of each lane begins."""
+    size, width, row = tile.itemsize, tile.W, tile.lanes * tile.itemsize
+    stored = tile.storage_size
+    for i in range(tile.MV):
+        count = min(n_valid - i * width, width)
+        vectors, table = source + i * width * size, context.table_ptr + 8 * i * width
+        done = 0
+        if stride_d == stored:
+            while done + width <= depth:
+                to = dest + done * stored
+                scatter_transposed(tile, vectors + done * row, row, to, table, count)
+                done += width
+        for d in range(done, depth):
+            for lane in range(count):
+                x = read(tile, vectors + d * row + lane * size)
+                write(tile, dest + read_int64(table + 8 * lane) + d * stride_d, x)

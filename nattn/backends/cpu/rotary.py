@@ -43,7 +43,7 @@ ARGS = job_record(
         # addresses of float64 (rows, 2, half): cosines, sines; of int64 (items, N): their rows
         *("high_ptr", "low_ptr", "high_rows_ptr", "low_rows_ptr"),
         # (b, h) planes of an item, of a task; tasks side by side; blocks of positions, their size
-        *("planes", "share", "groups", "blocks", "n_rows"),
+        *("planes", "planes_per_task", "groups", "blocks", "n_rows"),
         # whether the last axes are contiguous; whether heads of a position lie nearer than rows
         *("contiguous", "rows_first"),
     ),
@@ -181,8 +181,8 @@ def rotary_worker(tile, interleaved):
             begin = (task - place * a.blocks) * a.n_rows
             rows = min(a.n_rows, a.N - begin)
             item = place // a.groups
-            first = (place - item * a.groups) * a.share
-            planes = min(a.share, a.planes - first)
+            first = (place - item * a.groups) * a.planes_per_task
+            planes = min(a.planes_per_task, a.planes - first)
             first += item * a.planes
             where = 8 * (item * a.N + begin)
             for r in range(rows):
@@ -297,8 +297,8 @@ def rotate(
     rows = min(N, max(1, TABLE_BYTES // row_bytes))
     blocks = -(-N // rows)
     groups = min(planes, max(1, TASKS_PER_THREAD * count // (items * blocks))) if count > 1 else 1
-    share = -(-planes // groups)
-    groups = -(-planes // share)
+    planes_per_task = -(-planes // groups)
+    groups = -(-planes // planes_per_task)
     n_tasks = items * groups * blocks
     size = tile.itemsize
     fields = {
@@ -313,7 +313,7 @@ def rotate(
         "high_rows_ptr": high_rows.ctypes.data,
         "low_rows_ptr": low_rows.ctypes.data,
         "planes": planes,
-        "share": share,
+        "planes_per_task": planes_per_task,
         "groups": groups,
         "blocks": blocks,
         "n_rows": rows,

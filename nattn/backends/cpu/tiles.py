@@ -132,8 +132,8 @@ def tiles_per_task(
     """
     room = L2_SHARE - block_kv * (D + Dv) * tile.itemsize
     fit = room // ((D + Dv) * tile.lanes * tile.itemsize)
-    share = -(-tiles * streams // (TASKS_PER_THREAD * threads))
-    most = max(1, min(16, fit, share, tiles))
+    enough_tasks = -(-tiles * streams // (TASKS_PER_THREAD * threads))
+    most = max(1, min(16, fit, enough_tasks, tiles))
     return -(-tiles // -(-tiles // most))
 
 

@@ -156,8 +156,13 @@ class Tile:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Bytes of one element in scratch, where everything has the type that is computed in."""
         return 4 if self.dtype == "float32" else 8
+
+    @property
+    def storage_size(self) -> int:
+        """Bytes of one element of the arrays that a kernel reads and writes for its caller."""
+        return self.itemsize
 
 
 class TileType(types.Opaque):
@@ -191,7 +196,9 @@ class _TileAttributes(AttributeTemplate):
     key = TileType
 
     def generic_resolve(self, typ: Any, attr: str) -> Any:
-        return types.int64 if attr in ("W", "MV", "NR", "lanes", "itemsize") else None
+        return (
+            types.int64 if attr in ("W", "MV", "NR", "lanes", "itemsize", "storage_size") else None
+        )
 
 
 @lower_getattr_generic(TileType)
