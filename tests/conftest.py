@@ -23,6 +23,7 @@ LONGEST = [
     "test_promises",
     "test_cuda_ptx_backward",
     "test_cuda_simulator_backward",
+    "test_cpu_tiles",
     "test_cpu_kernel",
     "test_cuda_simulator",
     "test_diagnostics",
