@@ -130,7 +130,7 @@ class Row:
     ----------
     what, result : str
         What was done, and what came of it.
-    share, peer : str
+    of_limit, peer : str
         Part of the card's own limit, and of torch's speed, for what was measured.
     failed : bool
         Whether something is wrong.
@@ -138,7 +138,7 @@ class Row:
 
     what: str
     result: str
-    share: str = ""
+    of_limit: str = ""
     peer: str = ""
     failed: bool = False
 
@@ -146,7 +146,7 @@ class Row:
 def table(rows: Iterable[Row]) -> str:
     """Return all rows as one table in Markdown."""
     cells = [["what", "result", "of the limit", "x torch"]]
-    cells += [[row.what, row.result, row.share, row.peer] for row in rows]
+    cells += [[row.what, row.result, row.of_limit, row.peer] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = [
@@ -600,11 +600,11 @@ def speeds(options: argparse.Namespace) -> list[Row]:
         work = shape.bytes_read() if decode else shape.flops()
         value = work / samples.median("nattn")
         unit, scale = ("GB/s", 1e9) if decode else ("TFLOP/s", 1e12)
-        share = work / samples.product("nattn", "limit")
+        of_limit = work / samples.product("nattn", "limit")
         peer = f"{samples.ratio('torch', 'nattn'):.2f}" if "torch" in samplers else "-"
         asked = "" if shape.asked is None else f" ({shape.asked:.0f})"
         rows.append(
-            Row(shape.what, f"{value / scale:.3g}{asked} {unit}", f"{100 * share:.0f}%", peer)
+            Row(shape.what, f"{value / scale:.3g}{asked} {unit}", f"{100 * of_limit:.0f}%", peer)
         )
     return rows
 

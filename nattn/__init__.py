@@ -10,6 +10,7 @@ from .api import (
     attention_vjp,
     attention_weights,
     key_mass,
+    merge_states,
     plot_attention,
     row_stats,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "key_mass",
     "mask",
     "masks",
+    "merge_states",
     "mods",
     "nn",
     "plot_attention",

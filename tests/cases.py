@@ -15,6 +15,7 @@ import nattn
 from nattn.backends import reference
 from nattn.backends.error_budget import ErrorBudget, error_budget, pair_budget, stored, sum_budget
 from nattn.call.problem import WRT, Problem
+from nattn.call.results import as_bhnd
 from nattn.functions import masks, mods
 from nattn.vectors.dtypes import gradient_dtype, storage_name
 
@@ -536,7 +537,7 @@ def check(backend: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, 
     assert out.dtype == t.problem.dtype
     assert lse.dtype == t.problem.compute
     assert out.dtype.isnative
-    assert_near(t.problem.as_bhnd(out), t.out, t.stored_budget())
+    assert_near(as_bhnd(t.problem, out), t.out, t.stored_budget())
     assert_near(lse.reshape(t.lse.shape), t.lse, t.budget.lse)
     return out, lse
 
@@ -571,7 +572,7 @@ def gradient_truth(
     """Compute the gradients of a call by the reference, and their budget."""
     t = truth(q, k, v, **options)
     p = t.problem
-    dout = p.as_bhnd(dout).astype(p.dtype)
+    dout = as_bhnd(p, dout).astype(p.dtype)
     dlse = None if dlse is None else np.asarray(dlse, p.compute).reshape(t.lse.shape)
     found = reference.backward(p, dout, t.out, t.lse, dlse, frozenset(has_gradients(p)))
     budget = gradient_budget(t, dout, np.zeros(t.lse.shape) if dlse is None else dlse)

@@ -1,8 +1,8 @@
 """Tiny cases of the contract for the cuda backend, by name: the simulator and a GPU run the same.
 
 The simulator's blocks own 4 query rows (2 where queries are few) and stream 4 keys at a time, its
-spans have 8 keys, its chunks of a head dimension 4 or 8 numbers (nattn/cuda/tiles.py). So these
-sizes have what larger ones have on a GPU: several blocks, steps, spans and chunks, and their edges.
+splits have 8 keys, its chunks of a head dimension 4 or 8 numbers (backends/cuda/tiles.py). So these
+sizes have what larger ones have on a GPU: several blocks, steps, splits, chunks, and their edges.
 
 Each case is a function without arguments; `FORWARD` and `BACKWARD` hold them under their names.
 """
@@ -252,7 +252,7 @@ CALLS = [
         },
     ),
     Case(
-        "sinks, few queries of a group, no keys in one item, empty spans",
+        "sinks, few queries of a group, no keys in one item, empty splits",
         B=3,
         Hq=4,
         Hkv=2,
@@ -1296,7 +1296,7 @@ def weights_that_are_subnormal_numbers() -> None:
 def an_item_has_the_same_bits_alone(mask: bool) -> None:
     q, k, v = qkv(3, 2, 5, 18, 4)
     options: dict[str, Any] = {
-        "q_lens": [5, 1, 2],  # few queries, in spans, beside many
+        "q_lens": [5, 1, 2],  # few queries, in splits, beside many
         "kv_lens": [9, 18, 7],
         "q_offset": [4, 17, 6],
         "causal": True,

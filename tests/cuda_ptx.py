@@ -69,10 +69,10 @@ def assemble(ptx: str, arch: str) -> Resources:
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    said = done.stderr
+    log = done.stderr
 
     def largest(pattern: str) -> int:
-        return max((int(x) for x in re.findall(pattern, said)), default=0)
+        return max((int(x) for x in re.findall(pattern, log)), default=0)
 
     found = Resources(
         registers=largest(r"Used (\d+) registers"),
@@ -80,7 +80,7 @@ def assemble(ptx: str, arch: str) -> Resources:
         spilled=largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads"),
         shared=largest(r"(\d+) bytes smem"),
     )
-    assert found.registers > 0, said
+    assert found.registers > 0, log
     return found
 
 
@@ -109,7 +109,7 @@ def check_resources(kernel: Any, cls: Any, for_90: bool = False, ceiling: int = 
 
 def functions(storage: str, everything: bool, derive: bool) -> Any:
     """Return what a call does with its scores: nothing, or all that there is."""
-    from nattn.backends.cuda import score
+    from nattn.backends.cuda.specialization import functions_of
 
     q, k, v = (x.astype(storage_dtype(storage)) for x in qkv(1, 2, 8, 8, 4))
     options: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def functions(storage: str, everything: bool, derive: bool) -> Any:
             "dropout_p": 0.5,
             "seed": 1,
         }
-    return score.functions_of(Problem.build(q, k, v, **options), derive)
+    return functions_of(Problem.build(q, k, v, **options), derive)
 
 
 def inner_loops(ptx: str) -> list[list[str]]:

@@ -100,12 +100,12 @@ class Simulator:
     def _died(self) -> None:
         status = self._process.wait()
         self._log.seek(0)
-        said = f"the process ended with status {status}\n{self._log.read()[-10_000:]}"
+        error = f"the process ended with status {status}\n{self._log.read()[-10_000:]}"
         self.close()
         if self._running is None:  # it cannot even begin
-            self._errors |= {name: said for name in self._names if name not in self._errors}
+            self._errors |= {name: error for name in self._names if name not in self._errors}
             return
-        self._errors[self._running] = said
+        self._errors[self._running] = error
         self._running = None
         self._start()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import functools
 import importlib
 import inspect
+import pydoc
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import children
@@ -23,6 +26,7 @@ import nattn
 from nattn import backends
 from nattn.api import functional
 from nattn.backends import reference
+from nattn.call import arguments
 from nattn.call.problem import Problem
 
 NARROW = [np.float16, ml_dtypes.bfloat16]
@@ -163,7 +167,7 @@ def test_cuda_gets_arrays_in_host_memory(monkeypatch: pytest.MonkeyPatch, dtype:
     assert type(out) is type(lse) is np.ndarray
     check_gradients("cuda", q, k, v)
     assert [p.storage for p in door.seen] == [np.dtype(dtype).name] * 3
-    assert all(p.kind is None for p in door.seen)
+    assert all(p.allocator is None for p in door.seen)
 
 
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,25 +272,80 @@ def test_progress_ends_at_one(backend: str, dtype: Any) -> None:
     assert all(0 <= done <= 1 for done in seen)
 
 
-def test_signatures_agree() -> None:
-    public = inspect.signature(nattn.attention).parameters
-    private = inspect.signature(functional._attend).parameters
-    assert [*public, "progress"] == list(private)
-    assert all(public[name].default == private[name].default for name in public)
+SHARED = list(arguments.Arguments.__annotations__)
+TAKE_ARGUMENTS: dict[str, tuple[list[str], list[str]]] = {  # beside those that all share
+    "attention": (["q", "k", "v"], ["return_lse", "out", "backend"]),
+    "attention_backward": (["dout", "q", "k", "v", "out", "lse"], ["dlse", "wrt", "backend"]),
+    "attention_vjp": (["q", "k", "v"], ["return_lse", "out", "backend"]),
+    "attention_weights": (["q", "k", "rows"], ["backend"]),
+    "attention_map": (["q", "k", "size"], ["backend"]),
+    "row_stats": (["q", "k"], ["backend"]),
+    "key_mass": (["q", "k", "lse"], ["backend"]),
+}
 
 
-def test_signatures_of_gradients_agree() -> None:
-    forward = dict(inspect.signature(nattn.attention).parameters)
-    backward = inspect.signature(nattn.attention_backward).parameters
-    own = {"dout", "lse", "dlse", "wrt"}
-    assert own | (forward.keys() - {"return_lse"}) == set(backward)
-    for name in backward.keys() - own - {"out"}:
-        assert backward[name] == forward[name].replace(kind=backward[name].kind), name
-    also = {"q", "k", "v", "return_lse", "out", "backend"}
-    assert functional.Arguments.__optional_keys__ == forward.keys() - also
-    vjp = dict(inspect.signature(nattn.attention_vjp).parameters)
-    assert set(vjp) == also | {"args"}
-    assert all(vjp[name].default == forward[name].default for name in also)
+@pytest.mark.parametrize("name", TAKE_ARGUMENTS)
+def test_a_signature_shows_every_argument(name: str) -> None:
+    function = getattr(nattn, name)
+    first, last = TAKE_ARGUMENTS[name]
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == [*first, *SHARED, *last]
+    assert all(parameters[x].kind == inspect.Parameter.KEYWORD_ONLY for x in [*SHARED, *last])
+    defaults = dict.fromkeys(SHARED) | {"causal": False, "dropout_p": 0.0, "layout": "bhnd"}
+    assert {x: parameters[x].default for x in SHARED} == defaults
+    page = pydoc.TextDoc().docroutine(function).replace("'", "")
+    for text in ("causal: bool = False", "window_size: Window | None = None", "seed: int | None"):
+        assert text in page
+    assert "args" not in parameters
+
+
+@pytest.mark.parametrize("name", TAKE_ARGUMENTS)
+def test_an_unknown_argument_is_named(name: str) -> None:
+    q, k, v = qkv(1, 1, 3, 3, 4)
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": q, "out": q, "lse": q[..., 0]}
+    arrays = {x: arrays[x] for x in TAKE_ARGUMENTS[name][0] if x in arrays}
+    text = r"^windowsize: expected an argument of nattn\.attention, got 'windowsize'; did you mean"
+    with pytest.raises(TypeError, match=text + " 'window_size'"):
+        getattr(nattn, name)(**arrays, windowsize=(1, 0))
+    with pytest.raises(
+        TypeError, match=r"^xyz: expected an argument of nattn\.attention, got 'xyz'$"
+    ):
+        getattr(nattn, name)(**arrays, causal=True, xyz=1)
+
+
+def test_defaults_stay_as_they_are() -> None:
+    q, k, v = qkv(1, 1, 3, 3, 4)
+    before = dict(arguments.DEFAULTS)
+    nattn.attention(q, k, v)
+    nattn.attention(q, k, v, causal=True, sinks=[0.5], layout="bhnd", backend="reference")
+    assert before == arguments.DEFAULTS
+
+
+def listed(tree: ast.AST) -> int:
+    """Count the places in a source where all the shared arguments stand."""
+    places: list[list[str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arguments):
+            places.append([x.arg for x in (*node.args, *node.kwonlyargs)])
+        elif isinstance(node, ast.ClassDef):
+            fields = [x.target for x in node.body if isinstance(x, ast.AnnAssign)]
+            places.append([x.id for x in fields if isinstance(x, ast.Name)])
+        elif isinstance(node, ast.Call):
+            places.append([x.arg for x in node.keywords if x.arg])
+        elif isinstance(node, ast.Dict):
+            places.append([str(x.value) for x in node.keys if isinstance(x, ast.Constant)])
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+            places.append([str(x.value) for x in node.elts if isinstance(x, ast.Constant)])
+    return sum(set(SHARED) <= set(names) for names in places)
+
+
+def test_the_list_of_arguments_stands_once() -> None:
+    names = ", ".join(SHARED)
+    keywords = ", ".join(f"{x}={x}" for x in SHARED)
+    assert listed(ast.parse(f"def f(q, *, {names}): return g(q, {keywords})")) == 2
+    package = Path(nattn.__file__).parent
+    counts = {x: listed(ast.parse(x.read_text(encoding="utf-8"))) for x in package.rglob("*.py")}
+    assert {x.name: n for x, n in counts.items() if n} == {"arguments.py": 1}
 
 
 def test_docstring() -> None:
@@ -384,7 +443,10 @@ def test_vjp_writes_to_out(backend: str) -> None:
 
 def test_vjp_refuses_what_attention_does_not_know() -> None:
     q, k, v = qkv(1, 1, 3, 3, 4)
-    with pytest.raises(TypeError, match=r"arguments of nattn\.attention, got 'dropout'"):
+    with pytest.raises(
+        TypeError,
+        match=r"^dropout: expected an argument of nattn\.attention, got 'dropout'; did you",
+    ):
         nattn.attention_vjp(q, k, v, dropout=0.1)  # type: ignore[call-arg]
     _, vjp = nattn.attention_vjp(q, k, v)
     with pytest.raises(ValueError, match=r"^dout: expected shape \(1, 1, 3, 4\), got \(1, 1, 3\)"):

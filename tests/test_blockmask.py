@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -303,7 +304,8 @@ def in_some(b: Any, h: Any, q_idx: Any, kv_idx: Any, item: Any, head: Any) -> An
 
 def test_only_mixed_blocks_are_looked_at() -> None:
     """In others the function does not run: so what it would say now does not matter."""
-    size = 4 * tiles.block_kv("float32", 16)
+    # No tile straddles two rows of blocks, nor keys that are taken at once two blocks.
+    size = math.lcm(tiles.choose_tile("float32", 1 << 20).lanes, 2 * tiles.block_kv("float32", 16))
     n = 3 * size
     table = patchwork(np.random.default_rng(1), (1, 1, n, n), (size, size))
     mask_mod = functools.partial(in_table, table=table, start=0)

@@ -524,6 +524,17 @@ def test_d15_damaged_cache_files(child: Callable[..., str], tmp_path: Path) -> N
     assert files() == mended  # nothing was compiled
 
 
+def test_n4_a_kernel_under_anothers_name(child: Callable[..., str], tmp_path: Path) -> None:
+    # It crashed. Who may write to the folders and files is in test_cpu_jit.py.
+    child("one_call", NATTN_CACHE_DIR=str(tmp_path))
+    paths = sorted(tmp_path.rglob("*.kernel"))
+    contents = [path.read_bytes() for path in paths]
+    assert len(paths) > 1
+    for path, content in zip(paths, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+    child("one_call", NATTN_CACHE_DIR=str(tmp_path))
+
+
 def test_d15_nowhere_to_write(child: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     nowhere = str(tmp_path / "file" / "folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
 import functools
 import signal
@@ -182,16 +183,17 @@ def test_a_call_from_within_the_pool_does_not_wait_for_itself(
     """What a signal handler or a ``__del__`` does in the middle of `submit`, without a race."""
     q, k, v = arrays(2, 400, 64)
     expected = nattn.attention(q, k, v)
-    start, calls = jobs._thread.start_new_thread, []
+    start: Any = _thread.start_new_thread
+    calls: list[Any] = []
 
-    def start_and_call(*args: Any) -> int:
+    def start_and_call(*args: Any) -> Any:
         if not calls:
             calls.append(1)
             calls.append(np.array_equal(nattn.attention(q, k, v), expected))
         return start(*args)
 
     monkeypatch.setattr(jobs, "thread_count", lambda: 4)
-    monkeypatch.setattr(jobs._thread, "start_new_thread", start_and_call)
+    monkeypatch.setattr(_thread, "start_new_thread", start_and_call)
     jobs._forget_threads()
     done: list[Any] = []
     caller = threading.Thread(target=lambda: done.append(nattn.attention(q, k, v)), daemon=True)

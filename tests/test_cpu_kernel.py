@@ -7,7 +7,6 @@ import functools
 import json
 import mmap
 import os
-import re
 import subprocess
 import threading
 import time
@@ -265,31 +264,6 @@ def test_few_queries_of_a_group_share_the_lanes(Nq: int, Hkv: int) -> None:
     check("cpu", q, k, v)
 
 
-@pytest.fixture
-def wide_vectors(sizes: pytest.MonkeyPatch) -> Iterator[None]:
-    """Choose the tiles of a processor with AVX-512; LLVM splits vectors that are not there."""
-    host = tiles.cpu()
-    clear = (tiles.choose_tile.cache_clear, tiles.block_kv.cache_clear)
-    with sizes.context() as patch:
-        patch.setattr(tiles, "cpu", lambda: tiles.Cpu("wide", host.features, 64, 32, host.fma))
-        for cache in clear:
-            cache()
-        yield
-    for cache in clear:
-        cache()
-
-
-@pytest.mark.usefixtures("wide_vectors")
-def test_tiles_of_wider_vectors() -> None:
-    assert tiles.choose_tile("float32", 100).lanes == 48
-    # More of what users write is compiled for these vectors in test_cpu_score.py.
-    left_out = re.compile("score_mod (that|with)|score_mods|relative|mask_mod(, doc| that)")
-    small = [c for c in CASES if c.B * c.Hq * c.Nq * (c.Nk or c.Nq) < 1_000_000]
-    for case in (c for c in small if not left_out.match(c.name)):
-        q, k, v, options = case.make(np.float32)
-        check("cpu", q, k, v, **options)
-
-
 # ---------------------------------------------------------------------------------------------
 # Memory: nothing beside an array is read or written
 # ---------------------------------------------------------------------------------------------
@@ -336,11 +310,13 @@ def test_nothing_beside_the_arrays_is_touched(dtype: str, at_end: bool) -> None:
 
 
 def test_few_queries_fill_the_lanes() -> None:
-    """Decoding with 8 heads on one key head takes one tile, not 8."""
-    rows = 8
-    one = launch.plan("float32", 1, rows, rows, 1, 100, 64, 64, 1)
-    assert one.n_tasks == 1
-    assert one.tile.lanes < rows + max(one.tile.W, tiles.choose_tile("float32", 1).W)
+    """Decoding with many heads on one key head takes one tile, not one for each, nor too wide."""
+    narrow, wide = (tiles.choose_tile("float32", rows).lanes for rows in (1, 1 << 20))
+    assert narrow < wide
+    for rows in (2, narrow, narrow + 1, wide):
+        one = launch.plan("float32", 1, rows, rows, 1, 100, 64, 64, 1)
+        assert one.n_tasks == 1
+        assert one.tile.lanes == (narrow if rows <= narrow else wide)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -8,7 +8,14 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 from cuda_ptx import MOST, STORAGE, check_resources, functions
 
-from nattn.backends.cuda import backward, target, tiles
+from nattn.backends.cuda import (
+    backward,
+    backward_keys,
+    backward_queries,
+    backward_sums,
+    target,
+    tiles,
+)
 
 if target.SIMULATED:
     pytest.skip("the simulator compiles nothing", allow_module_level=True)
@@ -25,7 +32,7 @@ CALLS = [(storage, D, every) for storage in STORAGE for D in (64, 128) for every
 @pytest.mark.parametrize(("storage", "D", "everything"), CALLS)
 def test_of_queries(storage: str, D: int, everything: bool) -> None:
     tile = tiles.row_tile(storage, D, wide=True)
-    kernel = backward.query_kernel(tile, functions(storage, everything, derive=True))
+    kernel = backward_queries.query_kernel(tile, functions(storage, everything, derive=True))
     ceiling = MOST if storage == "float64" or everything else OF_QUERIES[D]
     check_resources(kernel, backward.ARGS, (storage, D, everything) == FOR_90["queries"], ceiling)
 
@@ -33,7 +40,7 @@ def test_of_queries(storage: str, D: int, everything: bool) -> None:
 @pytest.mark.parametrize(("storage", "D", "everything"), CALLS)
 def test_of_keys_and_values(storage: str, D: int, everything: bool) -> None:
     tile = tiles.key_tile(storage, D, wide=True)
-    kernel = backward.key_kernel(tile, functions(storage, everything, derive=True))
+    kernel = backward_keys.key_kernel(tile, functions(storage, everything, derive=True))
     ceiling = MOST if storage == "float64" or everything else OF_KEYS[D]
     check_resources(kernel, backward.ARGS, (storage, D, everything) == FOR_90["keys"], ceiling)
 
@@ -43,16 +50,18 @@ def test_of_keys_and_values(storage: str, D: int, everything: bool) -> None:
 )
 def test_of_a_bias(storage: str, everything: bool) -> None:
     tile = tiles.pair_tile(storage, wide=True)
-    kernel = backward.bias_kernel(tile, functions(storage, everything, derive=True), "float32")
+    kernel = backward_queries.bias_kernel(
+        tile, functions(storage, everything, derive=True), "float32"
+    )
     check_resources(kernel, backward.ARGS)
 
 
 @pytest.mark.parametrize("storage", STORAGE)
 def test_delta(storage: str) -> None:
-    check_resources(backward.delta_kernel(storage), backward.ARGS)
+    check_resources(backward_sums.delta_kernel(storage), backward.ARGS)
 
 
 @pytest.mark.parametrize("make", ["sink_kernel", "slope_kernel"])
 @pytest.mark.parametrize("storage", ["float32", "float64"])
 def test_sums(storage: str, make: str) -> None:
-    check_resources(getattr(backward, make)(storage, storage), backward.ARGS)
+    check_resources(getattr(backward_sums, make)(storage, storage), backward.ARGS)

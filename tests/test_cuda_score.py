@@ -35,7 +35,7 @@ from numba.core.errors import NumbaError
 import nattn
 from nattn.backends import reference
 from nattn.backends.cpu import score as cpu_score
-from nattn.backends.cuda import score
+from nattn.backends.cuda import compiled_functions, diagnosis, operands, score, specialization
 from nattn.backends.cuda.target import SIMULATED, Kernel, device, store, write_int64
 from nattn.call.problem import Problem
 from nattn.functions import binding, masks, mods
@@ -52,7 +52,7 @@ Array = NDArray[Any]
 
 dtype_of_each_kind = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
-PLAIN = score.Functions("float32", "int32", (), None, False, None, False, False, False)
+PLAIN = specialization.Functions("float32", "int32", (), None, False, None, False, False, False)
 SIZES = registry.Sizes(B=2, H=2, Nq=8, Nk=8)
 CC = (8, 0)
 
@@ -110,7 +110,7 @@ def application(function: Any, arity: int, write: Callable[..., Any]) -> Any:
 
 def writers(tile: Tile, convert: Any, parts: Any) -> Any:
     """Yield functions ``write(a, r)``, each of which writes to a place of its own."""
-    store_one, number = store(tile.dtype), score._intrinsics("int32").number
+    store_one, number = store(tile.dtype), compiled_functions.intrinsics("int32").number
     for n in itertools.count():
 
         def write(a, r, n=n):  # type: ignore[no-untyped-def]
@@ -126,7 +126,7 @@ def test_every_function_compiles_with_its_derivative(dtype: str) -> None:
     """Those that take floats and give floats."""
     known = [(function, arity) for function, arity, real in dual.functions() if real]
     assert {dual.rule_name(function) for function, _ in known} == set(dual.RULES)
-    t, tile, real = score._intrinsics("int32"), Tile(dtype, 1, 1, 1), getattr(np, dtype)
+    t, tile, real = compiled_functions.intrinsics("int32"), Tile(dtype, 1, 1, 1), getattr(np, dtype)
     seed, splat, as_dual, value_of, chain = t.seed, t.splat, t.as_dual, t.value, t.chain
 
     def start(a):  # type: ignore[no-untyped-def]
@@ -158,7 +158,7 @@ def others() -> Iterator[tuple[Any, int, str]]:
 def test_functions_of_other_results_compile(kind: str) -> None:
     known = [(function, arity) for function, arity, k in others() if k == kind]
     assert len(known) >= 12
-    t, tile = score._intrinsics("int64"), Tile("float32", 1, 1, 1)
+    t, tile = compiled_functions.intrinsics("int64"), Tile("float32", 1, 1, 1)
     splat, index, as_score = t.splat, t.index, t.as_score
 
     def start(a):  # type: ignore[no-untyped-def]
@@ -206,9 +206,9 @@ def test_every_modifier_compiles(dtype: str, derive: bool) -> None:
     names = [n for n in registry.MODS if n.split(",")[0] in known | {"t5_bias", "compose"}]
     every = sources([*names, *USERS])
     all_of_them = replace(PLAIN, dtype=dtype, score_mods=every, derive=derive)
-    ptx = score.compile_alone(all_of_them, CC)
+    ptx = diagnosis.compile_alone(all_of_them, CC)
     assert_exact(ptx)
-    bound = sum(isinstance(x, np.ndarray) for s in all_of_them.sources for x in values(s.tree))
+    bound = sum(isinstance(x, np.ndarray) for s in all_of_them.codes for x in values(s.tree))
     noted = len(re.findall(r"\bst\.global\.u64", ptx))
     assert 0 < noted <= bound  # a place for each modifier that indexes something
 
@@ -227,14 +227,14 @@ def test_every_mask_compiles(index: str) -> None:
     assert known <= set(registry.MASKS)
     every = (masks.mask(m(SIZES, registry.generator(n))) for n, m in registry.MASKS.items())
     tree = binding.resolve("mask_mod", functools.reduce(lambda f, g: f & g, every), MASK_MOD)
-    ptx = score.compile_alone(replace(PLAIN, index=index, mask_mod=UserCode.of(tree)), CC)
+    ptx = diagnosis.compile_alone(replace(PLAIN, index=index, mask_mod=UserCode.of(tree)), CC)
     assert_exact(ptx)
 
 
 @dtype_of_each_kind
 @pytest.mark.parametrize("bias", ["float16", "bfloat16", "float32", "float64"])
 def test_mask_and_bias_compile(dtype: str, bias: str) -> None:
-    ptx = score.compile_alone(replace(PLAIN, dtype=dtype, mask=True, bias=bias), CC)
+    ptx = diagnosis.compile_alone(replace(PLAIN, dtype=dtype, mask=True, bias=bias), CC)
     assert_exact(ptx)
     size = {"float16": "16", "bfloat16": "16", "float32": "32", "float64": "64"}[bias]
     assert re.search(rf"ld\.global\.nc\.[ufb]{size}", ptx)
@@ -247,12 +247,12 @@ def test_dropout_and_block_kinds_compile() -> None:
 
     def kernel(a):  # type: ignore[no-untyped-def]
         w0, w1, w2, w3 = words4(a, a.mask_b, a.mask_h, a.mask_i, a.mask_j)
-        write(a.trouble, w0 + kind(a, a.mask_b, a.mask_h, a.mask_i, a.mask_j))
-        write(a.trouble + 8, w1)
-        write(a.trouble + 16, w2)
-        write(a.trouble + 24, w3)
+        write(a.error_flags_ptr, w0 + kind(a, a.mask_b, a.mask_h, a.mask_i, a.mask_j))
+        write(a.error_flags_ptr + 8, w1)
+        write(a.error_flags_ptr + 16, w2)
+        write(a.error_flags_ptr + 24, w3)
 
-    ptx = Kernel(kernel, 32).ptx(score._Args(*(0,) * len(score.FIELDS)), CC)
+    ptx = Kernel(kernel, 32).ptx(diagnosis.ARGS(*(0,) * len(operands.FIELDS)), CC)
     assert ".local" not in ptx
     assert len(re.findall(r"\bst\.global\.u64", ptx)) == 4
 
@@ -293,11 +293,11 @@ def a_number(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_errors_are_those_of_the_cpu(name: str, function: Any, derive: bool) -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
     problem = Problem.build(q, q, q, softcap=5.0, **{name: function})
-    wanted = score.functions_of(problem, derive)
+    wanted = specialization.functions_of(problem, derive)
     with pytest.raises(NumbaError) as raised:
-        score.compile_alone(wanted)
-    error = score.explained(wanted, raised.value)
-    tree = wanted.sources[-1].tree
+        diagnosis.compile_alone(wanted)
+    error = diagnosis.explained(wanted, raised.value)
+    tree = wanted.codes[-1].tree
     with pytest.raises(TypeError) as on_cpu:
         cpu_score.user_function(name, tree, Tile("float32", 8, 1, 1), 9, False, derive)
     assert type(error) is TypeError
@@ -307,7 +307,7 @@ def test_errors_are_those_of_the_cpu(name: str, function: Any, derive: bool) -> 
 def test_other_errors_stay_what_they_are() -> None:
     error = NumbaError("something else")
     wanted = replace(PLAIN, score_mods=sources(["softcap"]))
-    assert score.explained(wanted, error) is error
+    assert diagnosis.explained(wanted, error) is error
 
 
 # What a kernel is compiled for
@@ -317,11 +317,11 @@ def test_functions_are_equal_if_their_code_is() -> None:
     def shifted(by: float) -> Callable[..., Any]:
         return lambda score, b, h, q_idx, kv_idx, table: score + table[h] + by
 
-    def of(by: float, table: Array, q_offset: int = 0, **options: Any) -> score.Functions:
+    def of(by: float, table: Array, q_offset: int = 0, **options: Any) -> specialization.Functions:
         q = np.zeros((1, 2, 4, 8), np.float32)
         mod = functools.partial(shifted(by), table=table)
         problem = Problem.build(q, q, q, score_mod=mod, q_offset=q_offset, **options)
-        return score.functions_of(problem)
+        return specialization.functions_of(problem)
 
     first = of(1.0, np.zeros(2))
     assert first == of(1.0, np.ones(7))
@@ -341,10 +341,11 @@ def test_a_gpu_cannot_read_what_is_not_aligned() -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
     mod = functools.partial(mods.relative_position_bias, table=np.zeros((1, 3)), reach=1)
     problem = Problem.build(q, q, q, score_mod=mod)
-    assert score.bound_words(problem, lambda x: (1 << 40, x.strides)) == [1 << 40, 1, 3, 24, 8, 1]
+    words = operands.bound_words(problem, lambda x: (1 << 40, x.strides))
+    assert words == [1 << 40, 1, 3, 24, 8, 1]
     for place in ((1 << 40) + 4, (24, 8)), (1 << 40, (24, 4)):
         with pytest.raises(NotImplementedError, match="multiples of their 8 bytes"):
-            score.bound_words(problem, lambda x, place=place: place)  # type: ignore[misc]
+            operands.bound_words(problem, lambda x, place=place: place)  # type: ignore[misc]
 
 
 # The twins of the simulator against the reference
@@ -352,21 +353,21 @@ def test_a_gpu_cannot_read_what_is_not_aligned() -> None:
 
 @functools.cache
 def simulated() -> Any:
-    """Load nattn.backends.cuda.score once more, under another name, as it is in the simulator."""
+    """Load nattn.backends.cuda once more, under another name, as it is in the simulator."""
     folder = inspect.getfile(score).removesuffix("score.py")
     spec = importlib.util.spec_from_file_location(
-        "nattn.simulated_cuda", folder + "__init__.py", submodule_search_locations=[folder]
+        "nattn.backends.simulated_cuda", folder + "__init__.py", submodule_search_locations=[folder]
     )
     assert spec is not None
     package = importlib.util.module_from_spec(spec)
     with (
         mock.patch.object(config, "ENABLE_CUDASIM", 1),
-        mock.patch.dict("sys.modules", {"nattn.simulated_cuda": package}),
+        mock.patch.dict("sys.modules", {"nattn.backends.simulated_cuda": package}),
     ):
-        module = importlib.import_module("nattn.simulated_cuda.score")
-        module.memory = importlib.import_module("nattn.simulated_cuda.memory")  # type: ignore[attr-defined]
-    assert module.SIMULATED
-    return module
+        for name in ("memory", "operands", "score", "specialization", "target"):
+            importlib.import_module(f"nattn.backends.simulated_cuda.{name}")
+    assert package.target.SIMULATED
+    return package
 
 
 class Launch:
@@ -378,12 +379,12 @@ class Launch:
         shapes = (2, 2, 5, 4), (2, 1, 7, 4)
         self.q, self.k = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
         self.p = Problem.build(self.q, self.k, self.k, **options)
-        self.functions = twins.functions_of(self.p, True)
-        self.steps = twins.steps(self.functions)
-        self.memory = memory = twins.memory.Memory()
-        self.trouble = memory.zeros((max(len(self.functions.names), 1),), np.int64)
-        record: Any = namedtuple("Args", twins.FIELDS)  # type: ignore[misc]
-        self.a: Any = record(*twins.arguments(self.p, memory, self.trouble.address))
+        self.functions = twins.specialization.functions_of(self.p, True)
+        self.steps = twins.score.steps(self.functions)
+        self.memory = memory = twins.memory.DeviceMemory()
+        self.error_flags = memory.zeros((max(len(self.functions.names), 1),), np.int64)
+        record: Any = namedtuple("Args", twins.operands.FIELDS)  # type: ignore[misc]
+        self.a: Any = record(*twins.operands.arguments(self.p, memory, self.error_flags.ptr))
 
     def pairs(self) -> Any:
         """Yield (b, h, i, pos, key) of all pairs that causal, window and lengths leave."""
@@ -454,7 +455,7 @@ def test_twins_do_what_the_reference_does(dtype: str, name: str) -> None:
         assert abs(float(slope) - np.broadcast_to(slopes, expected.shape)[i, key]) <= 160 * eps
         found += 1
     assert found >= 40
-    assert not launch.trouble.to_host().any()
+    assert not launch.error_flags.to_host().any()
 
 
 def test_the_words_of_dropout_are_those_of_keep() -> None:
@@ -469,7 +470,7 @@ def test_the_kinds_of_blocks() -> None:
     block_mask = nattn.BlockMask.from_mask_mod(masks.causal, 2, 1, 5, 7, block_size=2)
     launch = Launch(block_mask=block_mask)
     for b, h, i, pos, key in launch.pairs():
-        kind = simulated().kind(launch.a, b, h, i, key)
+        kind = simulated().score.kind(launch.a, b, h, i, key)
         assert kind == block_mask.kinds[b, 0, i // 2, key // 2]
         s = np.float32(1.5)
         changed = launch.steps.change(launch.a, b, h, i, pos, key, s)
@@ -494,18 +495,18 @@ def test_indices_out_of_range_are_noted() -> None:
     )
     for b, h, i, pos, key in launch.pairs():
         launch.steps.change(launch.a, b, h, i, pos, key, np.float32(0))
-    assert launch.trouble.to_host().tolist() == [0, 0, 0]  # the mask hides the key
+    assert launch.error_flags.to_host().tolist() == [0, 0, 0]  # the mask hides the key
     launch = Launch(softcap=5.0, score_mod=functools.partial(gathered, table=np.zeros(6)))
     value = launch.steps.change(launch.a, 0, 0, 0, 0, 5, np.float32(1))
     assert math.isfinite(value)
-    assert launch.trouble.to_host().tolist() == [0, 0]
+    assert launch.error_flags.to_host().tolist() == [0, 0]
     value = launch.steps.change(launch.a, 0, 0, 0, 0, 6, np.float32(1))
     assert math.isfinite(value)
-    troubles = launch.trouble.to_host()
-    assert troubles.tolist() == [0, 1]
+    error_flags = launch.error_flags.to_host()
+    assert error_flags.tolist() == [0, 1]
     with pytest.raises(IndexError, match="score_mod: expected indices within the arrays"):
-        score.raise_outside(launch.functions, troubles)
-    score.raise_outside(launch.functions, np.zeros(2, np.int64))
+        operands.raise_for_flags(launch.functions, error_flags)
+    operands.raise_for_flags(launch.functions, np.zeros(2, np.int64))
 
 
 def test_a_function_that_arrays_cannot_express_is_refused_before_the_kernel() -> None:

@@ -1,4 +1,4 @@
-"""The code of each intrinsic of nattn/cuda/target.py, compiled for the CPU, against its twin.
+"""The code of each intrinsic of cuda/target.py, compiled for the CPU, against its twin.
 
 What a kernel does with numbers and memory is LLVM code on a GPU and plain Python in the simulator.
 That code means the same on any processor, but for the float32 `exp2`, an instruction of the GPU's:
@@ -35,7 +35,8 @@ if target.SIMULATED:
 
 def as_simulated() -> ModuleType:
     """Load the module once more as it is in the simulator: there each intrinsic is its twin."""
-    spec = importlib.util.spec_from_file_location("nattn.backends.cuda.twins", target.__file__)
+    name = "nattn.backends.cuda.simulated_target"
+    spec = importlib.util.spec_from_file_location(name, target.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -24,8 +24,8 @@ import nattn
 from nattn import backends
 from nattn.backends import reference
 from nattn.backends.error_budget import UNIT
-from nattn.call import device_arrays
-from nattn.call.device_arrays import DeviceArray, describe, kind_of, plain
+from nattn.call import device_arrays, results
+from nattn.call.device_arrays import DeviceArray, allocator_like, describe, plain
 from nattn.call.problem import WRT, Problem
 from nattn.functions import binding, masks
 from nattn.vectors import dtypes
@@ -339,10 +339,10 @@ def test_tensors_of_torch(torch: Any) -> None:
         a.ctypes.data,
     )
     assert str(x) == "DeviceArray(shape=(4, 3), dtype=bfloat16, on GPU 3)"
-    kind = kind_of(x)
-    assert (kind.name, kind.device, kind.stream) == ("torch", 3, 1234)
+    allocator = allocator_like(x)
+    assert (allocator.name, allocator.device, allocator.stream) == ("torch", 3, 1234)
     for storage in UNIT:
-        made = kind.empty((2, 3), storage)
+        made = allocator.empty((2, 3), storage)
         assert type(made) is Tensor
         assert (made.shape, made.array.dtype.name, made.device.index) == ((2, 3), storage, 3)
     empty = describe("q", Tensor(np.zeros((0, 5), "f4")))
@@ -388,21 +388,21 @@ def test_arrays_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     x = describe("q", CuPyArray(a, stream=55))
     assert x is not None
     assert x.dtype == BFLOAT16  # void in the interface
-    kind = kind_of(x)
-    assert (kind.name, kind.device, kind.stream) == ("cupy", 1, 55)
+    allocator = allocator_like(x)
+    assert (allocator.name, allocator.device, allocator.stream) == ("cupy", 1, 55)
     assert used == [1, -1]  # the current stream is that of a device
     used.clear()
-    made = kind.empty((2,), "bfloat16")
+    made = allocator.empty((2,), "bfloat16")
     assert (type(made), made.array.dtype, used) == (CuPyArray, BFLOAT16, [1, 0, -1])
     np.testing.assert_array_equal(device_arrays.copied(x), a)
 
 
 def test_arrays_of_anyone(numba_cuda: Any) -> None:
     x = view(np.zeros(3, "f4"), stream=7)
-    kind = kind_of(x)
-    assert (kind.name, kind.device, kind.stream) == ("numba", None, 7)
-    assert kind_of(view(np.zeros(3))).stream == 0
-    made = kind.empty((2, 3), "float16")
+    allocator = allocator_like(x)
+    assert (allocator.name, allocator.device, allocator.stream) == ("numba", None, 7)
+    assert allocator_like(view(np.zeros(3))).stream == 0
+    made = allocator.empty((2, 3), "float16")
     assert (made.array.shape, made.array.dtype) == ((2, 3), np.float16)
     assert made.interface["stream"] == 7  # so that what reads it waits
 
@@ -457,7 +457,7 @@ def test_arrays_with_dlpack_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (x.shape, x.strides, x.ctypes.data) == (a.shape, a.strides, a.ctypes.data)
     assert not x.flags.writeable
     assert x.source.device == 4
-    assert isinstance(x.source.keep, View)
+    assert isinstance(x.source.keepalive, View)
     with pytest.raises(TypeError, match=r"^k: expected an array, got Exporter: no such memory"):
         describe("k", Exporter(13))
     monkeypatch.setitem(sys.modules, "cuda.core.utils", None)
@@ -514,19 +514,20 @@ def test_bfloat16_without_ml_dtypes(torch: Any, without_ml_dtypes: None) -> None
     numbers = Tensor(np.array([0.5, -2.0], BFLOAT16))
     out = Tensor(np.zeros((1, 2, 3, 8), BFLOAT16))
     bias = Tensor(np.zeros((3, 4), BFLOAT16))
-    p = Problem.build(q, k, v, bias=bias, sinks=numbers, alibi_slopes=numbers, out=out)
+    p = Problem.build(q, k, v, bias=bias, sinks=numbers, alibi_slopes=numbers)
+    results.check_out(p, out)
     assert p.storage == "bfloat16"
     assert p.dtype == dtypes.BFLOAT16_BITS
     assert p.sinks is not None
     assert p.sinks.tolist() == [0.5, -2.0]
     assert repr(p.q).startswith("DeviceArray(shape=(1, 2, 3, 8), dtype=bfloat16")
     for name in WRT:
-        made = p.new_gradient(name)
+        made = results.new_gradient(p, name)
         assert made.source.owner.array.dtype == BFLOAT16
     with pytest.raises(TypeError, match=r"^out: expected dtype bfloat16 .*got <f4"):
-        Problem.build(q, k, v, out=Tensor(np.zeros((1, 2, 3, 8), "f4")))
+        results.check_out(Problem.build(q, k, v), Tensor(np.zeros((1, 2, 3, 8), "f4")))
     with pytest.raises(TypeError, match=r"^lse: expected dtype float32 for q of bfloat16, got bfl"):
-        p.check_incoming(out, out, out, None)
+        results.check_incoming(p, out, out, out, None)
 
 
 # Problems
@@ -555,10 +556,10 @@ def test_a_problem_reads_nothing() -> None:
         score_mod=functools.partial(plus, x=table),
         mask_mod=nattn.mask(masks.causal) | functools.partial(shown, x=doc),
         q_lens=[5, 3],
-        out=Nowhere(2, 4, 5, 3, data=(1 << 41, False)),
     )
-    assert p.kind is not None
-    assert p.kind.source is p.q.source  # type: ignore[attr-defined]
+    results.check_out(p, Nowhere(2, 4, 5, 3, data=(1 << 41, False)))
+    assert p.allocator is not None
+    assert p.allocator.source is p.q.source  # type: ignore[attr-defined]
     assert isinstance(p.bias, DeviceArray)
     assert p.bias.strides == (0, 14, 0, 2)
     assert p.bias.source.owner is bias
@@ -568,22 +569,22 @@ def test_a_problem_reads_nothing() -> None:
     assert isinstance(mod, binding.Bound)
     assert isinstance(mod.values[0], DeviceArray)
     x, lse = Nowhere(2, 4, 5, 3), Nowhere(2, 4, 5)
-    dout, out, *rows = p.check_incoming(x, x, lse, lse)
+    dout, out, *rows = results.check_incoming(p, x, x, lse, lse)
     assert all(type(x) is DeviceArray for x in (dout, out, *rows))
-    assert p.check_incoming(x, x, lse, None)[3] is None
+    assert results.check_incoming(p, x, x, lse, None)[3] is None
 
 
 def test_ranks_and_layouts() -> None:
     x = Nowhere(5, 8)
     p = Problem.build(x, x, x)
     assert p.q.shape == (1, 1, 5, 8)
-    rows = p.check_incoming(x, x, Nowhere(5), None)
+    rows = results.check_incoming(p, x, x, Nowhere(5), None)
     assert [y.shape for y in rows[:3]] == [(1, 1, 5, 8), (1, 1, 5, 8), (1, 1, 5)]
     y = Nowhere(2, 5, 3, 8)
     p = Problem.build(y, y, y, layout="bnhd")
     assert p.q.shape == (2, 3, 5, 8)
-    assert p.as_bhnd(y).strides == p.q.strides == (480, 32, 96, 4)
-    assert type(p.as_bhnd(y)) is DeviceArray
+    assert results.as_bhnd(p, y).strides == p.q.strides == (480, 32, 96, 4)
+    assert type(results.as_bhnd(p, y)) is DeviceArray
 
 
 def test_small_arrays_are_copied(numba_cuda: Any) -> None:
@@ -640,8 +641,8 @@ def test_the_streams_that_arrays_name() -> None:
     mod = functools.partial(plus, x=Nowhere(7, stream=2))
     p = Problem.build(**a, bias=Nowhere(7, stream=9), score_mod=mod)
     assert p.streams == (5, 9, 2)
-    assert p.kind is not None
-    assert p.kind.stream == 5
+    assert p.allocator is not None
+    assert p.allocator.stream == 5
 
 
 def on(device: int, *shape: int, dtype: Any = "f4") -> Any:
@@ -677,22 +678,24 @@ MIXED: dict[str, tuple[dict[str, Any], str]] = {
 def test_mixed_places(name: str) -> None:
     changed, text = MIXED[name]
     arguments = {"q": on(0, 2, 4, 5, 8), "k": on(0, 2, 2, 7, 8), "v": Nowhere(2, 2, 7, 3)}
+    arguments |= changed
+    out = arguments.pop("out", None)
     with pytest.raises(TypeError, match=f"^{text}"):
-        Problem.build(**arguments | changed)
+        results.check_out(Problem.build(**arguments), out)
 
 
 def test_incoming_that_lies_elsewhere() -> None:
     p = Problem.build(**three())
     x, lse = Nowhere(2, 4, 5, 3), Nowhere(2, 4, 5)
     with pytest.raises(TypeError, match=r"^q, dout: .*q on a GPU and dout in host memory"):
-        p.check_incoming(np.zeros((2, 4, 5, 3), "f4"), x, lse, None)
+        results.check_incoming(p, np.zeros((2, 4, 5, 3), "f4"), x, lse, None)
     with pytest.raises(TypeError, match=r"^q, dlse: .*dlse in host memory"):
-        p.check_incoming(x, x, lse, np.zeros((2, 4, 5), "f4"))
+        results.check_incoming(p, x, x, lse, np.zeros((2, 4, 5), "f4"))
     with pytest.raises(ValueError, match=r"^lse: expected shape \(2, 4, 5\)"):
-        p.check_incoming(x, x, Nowhere(2, 5, 4), None)
+        results.check_incoming(p, x, x, Nowhere(2, 5, 4), None)
     p = Problem.build(*(x.array for x in three().values()))
     with pytest.raises(TypeError, match=r"^q, dout: .*dout on a GPU"):
-        p.check_incoming(x, x, lse, None)
+        results.check_incoming(p, x, x, lse, None)
 
 
 def test_out_is_checked_by_its_address() -> None:
@@ -703,14 +706,16 @@ def test_out_is_checked_by_its_address() -> None:
         (np.broadcast_to(np.zeros(3, "f4"), (2, 4, 7, 3)), "read-only"),
     ):
         with pytest.raises(ValueError, match=f"^out: .*{expected}"):
-            Problem.build(q, q, OnDevice(np.zeros((2, 4, 7, 3), "f4")), out=OnDevice(x))
+            results.check_out(
+                Problem.build(q, q, OnDevice(np.zeros((2, 4, 7, 3), "f4"))), OnDevice(x)
+            )
     strided = OnDevice(np.zeros((2, 4, 7, 8), "f4"), strides=(0, 0, 32, 4))
     with pytest.raises(ValueError, match=r"^out: .*strides \(0, 0, 32, 4\)"):
-        Problem.build(q, q, q, out=strided)
+        results.check_out(Problem.build(q, q, q), strided)
     table = np.zeros((2, 4, 7, 8), "f4")
     mod = functools.partial(plus, x=OnDevice(table[0, 0, 0]))
     with pytest.raises(ValueError, match=r"^out: .*overlaps x of score_mod"):
-        Problem.build(q, q, q, score_mod=mod, out=OnDevice(table))
+        results.check_out(Problem.build(q, q, q, score_mod=mod), OnDevice(table))
 
 
 def test_a_block_mask_is_made_of_host_memory() -> None:
@@ -755,7 +760,7 @@ class Stand:
     ) -> Any:
         dlse = None if dlse is None else plain(dlse)
         found = reference.backward(self.problem(p), plain(dout), plain(out), plain(lse), dlse, wrt)
-        made = {name: p.new_gradient(name) for name in wrt}
+        made = {name: results.new_gradient(p, name) for name in wrt}
         with np.errstate(all="ignore"):
             for name, x in found.items():
                 if name == "alibi_slopes" and made[name].ndim == 1:
@@ -859,3 +864,65 @@ def test_backends_for_arrays_on_a_gpu(stand: Stand) -> None:
     with pytest.raises(TypeError, match=r"^backend: expected .*'cuda', got None"):
         nattn.attention(**three(), backend=nothing)
     assert stand.usable == 0
+
+
+def odd(*shape: int, **interface: Any) -> OnDevice:
+    """Return an array of float32 at an odd address, unless the interface says otherwise."""
+    return OnDevice(np.ndarray(shape, "f4", np.zeros(4 * np.prod(shape) + 1, "u1"), 1), **interface)
+
+
+def even(*shape: int) -> OnDevice:
+    return OnDevice(np.zeros(shape, "f4"))
+
+
+STRADDLING: dict[str, Callable[..., OnDevice]] = {
+    "address": odd,
+    "strides": lambda *shape: Nowhere(*shape, strides=(*(20,) * (len(shape) - 1), 6)),
+}
+OF_FORWARD = ("q", "k", "v", "bias", "out")
+OF_BACKWARD = ("dout", "q", "k", "v", "bias", "out", "lse", "dlse")
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("how", STRADDLING)
+@pytest.mark.parametrize("name", OF_FORWARD)
+def test_elements_that_straddle_their_places(name: str, how: str, layout: str) -> None:
+    """A GPU would fault: the array is named before anything is launched, or a GPU looked for."""
+    arrays: dict[str, Any] = {x: even(1, 3, 3, 4) for x in OF_FORWARD}
+    arrays["bias"] = even(3, 3)
+    arrays[name] = STRADDLING[how](*arrays[name].array.shape)
+    if name == "out" and how == "strides":  # which would overlap each other
+        arrays[name] = Nowhere(1, 3, 3, 4, strides=(540, 180, 60, 6))
+    error = f"^{name}: expected elements at multiples of their 4 bytes"
+    with pytest.raises(NotImplementedError, match=error):
+        nattn.attention(**arrays, layout=layout)
+
+
+@pytest.mark.parametrize("how", STRADDLING)
+@pytest.mark.parametrize("name", OF_BACKWARD)
+def test_elements_that_straddle_their_places_backward(name: str, how: str) -> None:
+    arrays: dict[str, Any] = {x: even(3, 4) for x in OF_BACKWARD}
+    arrays |= {"bias": even(3, 3), "lse": even(3), "dlse": even(3)}
+    arrays[name] = STRADDLING[how](*arrays[name].array.shape)
+    error = f"^{name}: expected elements at multiples of their 4 bytes"
+    with pytest.raises(NotImplementedError, match=error):
+        nattn.attention_backward(**arrays, backend="cuda")
+
+
+def test_all_that_straddles_is_named() -> None:
+    with pytest.raises(NotImplementedError, match=r"^k: expected .*; out: expected elements"):
+        nattn.attention(even(3, 4), odd(3, 4), even(3, 4), out=odd(3, 4))
+
+
+def test_no_element_straddles_where_there_is_none(stand: Stand, numba_cuda: Any) -> None:
+    out = odd(0, 4)
+    assert nattn.attention(odd(0, 4), even(3, 4), even(3, 4), out=out) is out
+
+
+def test_more_rows_than_kernels_can_number() -> None:
+    k = Nowhere(1, 1, 1 << 31, 4, strides=(0, 0, 0, 4))
+    with pytest.raises(NotImplementedError, match=r"^k: expected fewer than 2147483648 rows"):
+        nattn.attention(Nowhere(1, 1, 3, 4), k, k)
+    q = Nowhere(1, 2, 1 << 30, 4, strides=(0, 0, 0, 4))
+    with pytest.raises(NotImplementedError, match=r"^q: expected fewer than 2147483648 rows"):
+        nattn.attention(q, Nowhere(1, 1, 3, 4), Nowhere(1, 1, 3, 4))

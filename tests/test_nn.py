@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_files import FLOATS, narrowed, safetensors_bytes
+from model_files import stored as in_dtype
 from numpy.typing import NDArray
 
 import nattn
 from nattn.backends.error_budget import error_budget, pair_budget
-from nattn.nn import MultiHeadAttention, SelfAttention
+from nattn.nn import MultiHeadAttention, SelfAttention, base, files
 from nattn.positional import Alibi, LearnedTable, Rotary, Sinusoidal, T5Bias, rotary_frequencies
 from nattn.vectors import dtypes
 
@@ -707,24 +710,95 @@ def test_files_that_hold_something_else(tmp_path: Path) -> None:
     whole = dict(np.load(tmp_path / "layer.npz"))
     for missing in ("w_k", "positions.table"):
         np.savez(tmp_path / "part.npz", **{n: p for n, p in whole.items() if n != missing}, w_x=[1])
-        with pytest.raises(ValueError, match=rf"missing \({missing}\) or unexpected \(w_x\)"):
+        with pytest.raises(ValueError, match=rf"missing: {missing}; unexpected: w_x$"):
             MultiHeadAttention.load(tmp_path / "part.npz")
     np.savez(tmp_path / "part.npz", **(whole | {"w_k": np.zeros((8, 3))}))
-    with pytest.raises(ValueError, match=r"expected w_k of shape \(8, 8\), got \(8, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"^path '.*part\.npz': expected w_k of shape \(8, 8\), got \(8, 3\)$"
+    ):
         MultiHeadAttention.load(tmp_path / "part.npz")
     (tmp_path / "part.npz").write_bytes((tmp_path / "layer.npz").read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"path: expected a file \.npz, got"):
+    with pytest.raises(ValueError, match=r"^path '.*part\.npz': expected a file \.npz, got"):
         MultiHeadAttention.load(tmp_path / "part.npz")
     with pytest.raises(FileNotFoundError):
         MultiHeadAttention.load(tmp_path / "none.npz")
     np.savez(tmp_path / "part.npz", w_k=np.zeros(3))
-    with pytest.raises(ValueError, match="got a file without one"):
+    with pytest.raises(ValueError, match=r"part\.npz': .* got a file without one"):
         MultiHeadAttention.load(tmp_path / "part.npz")
     for path in ("layer.pt", "layer"):
         with pytest.raises(ValueError, match=r"ends in \.npz or \.safetensors"):
             layer.save(tmp_path / path)
         with pytest.raises(ValueError, match=r"ends in \.npz or \.safetensors"):
             MultiHeadAttention.load(tmp_path / path)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kept", FLOATS)
+def test_weights_may_be_kept_in_another_dtype(
+    kept: str, dtype: str, suffix: str, tmp_path: Path
+) -> None:
+    """The layer's own dtype stays; and so it is for the table of its positions."""
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    layer = MULTI(positions=LearnedTable(5, 8, dtype=np.dtype(dtype)), dtype=np.dtype(dtype))
+    path = tmp_path / f"layer{suffix}"
+    config = json.dumps(base._config(layer), default=base._dtype_name)
+    if suffix == ".npz":
+        arrays: dict[str, Any] = {n: in_dtype(p, kept) for n, p in layer.params.items()}
+        np.savez(path, config=np.array(config), **arrays)
+    else:
+        dtypes_of = dict.fromkeys(layer.params, kept)
+        path.write_bytes(safetensors_bytes(layer.params, dtypes_of, config))
+    loaded = MultiHeadAttention.load(path)
+    assert loaded.dtype == dtype
+    for name, p in layer.params.items():
+        layer.params[name] = narrowed(p, kept).astype(dtype)
+        assert loaded.params[name].dtype == dtype
+        np.testing.assert_array_equal(loaded.params[name], layer.params[name])
+    assert loaded.params["positions.table"] is loaded.positions.params["table"]
+    x = np.random.default_rng(2).standard_normal((5, 8)).astype(dtype)
+    np.testing.assert_array_equal(loaded(x), layer(x))
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_weights_that_are_no_floats(suffix: str, tmp_path: Path) -> None:
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    layer = MULTI(positions=LearnedTable(5, 8))
+    for name in ("w_k", "positions.table"):
+        params = layer.params | {name: np.ones(layer.params[name].shape, np.int64)}
+        path = tmp_path / f"layer{suffix}"
+        files.write(path, params, json.dumps(base._config(layer), default=base._dtype_name))
+        with pytest.raises(
+            ValueError, match=rf"^path '.*layer{suffix}': expected {name} of dtype float16, .* got "
+        ):
+            MultiHeadAttention.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"d_model": None},
+        {"d_model": "8"},
+        {"d_model": -1},
+        {"dtype": "float16"},
+        {"dtype": 32},
+        {"another": 1},
+        {"positions": 3},
+        {"positions": {"type": "Unknown"}},
+        {"positions": {"max_len": 5, "d_model": 8}},
+        {"positions": {"type": "LearnedTable", "max_len": 1 << 50, "d_model": 8}},
+    ],
+    ids=str,
+)
+def test_a_config_that_is_none(change: dict[str, Any], tmp_path: Path) -> None:
+    layer = MULTI()
+    config = base._config(layer) | {"dtype": "float32"} | change
+    for text in (json.dumps(config), json.dumps([config]), "{", "null", "[" * 100_000):
+        files.write(tmp_path / "layer.npz", layer.params, text)
+        with pytest.raises(ValueError, match=r"^path '.*layer\.npz': expected a config of `save`"):
+            MultiHeadAttention.load(tmp_path / "layer.npz")
 
 
 def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -849,7 +923,7 @@ def test_names_that_are_missing_or_unexpected(name: str) -> None:
             assert missing.removeprefix(prefix) in text.split("unexpected")[0]
         assert "one.weight, two" in text.split("unexpected")[1]
         assert ("zero" in text) == (prefix == "")  # without one everything is looked at
-    with pytest.raises(ValueError, match=r"missing \(none\) or unexpected \(more\)"):
+    with pytest.raises(ValueError, match=r"missing: none; unexpected: more$"):
         from_state(name, state | {f"{prefix}more": np.ones(1)})
     with pytest.raises(ValueError, match="missing"):
         MultiHeadAttention.from_state(state, VECTORS[name][0], 4, prefix="other.")
@@ -859,7 +933,7 @@ def test_half_of_the_biases_of_torch_are_missing() -> None:
     state, _ = stored("torch")
     for name in ("in_proj_bias", "out_proj.bias"):
         part = {n: p for n, p in state.items() if n != name}
-        with pytest.raises(ValueError, match=rf"missing \({name}\)"):
+        with pytest.raises(ValueError, match=rf"missing: {name};"):
             from_state("torch", part)
     none = {n: p for n, p in state.items() if not n.endswith("bias")}
     assert from_state("torch", none).bias is False
@@ -870,11 +944,18 @@ def test_weights_that_do_not_fit() -> None:
     make = MultiHeadAttention.from_state
     with pytest.raises(ValueError, match="num_heads: expected a divisor of 24, got 5"):
         make(state, "llama", 5)
+    none = {n: x[:0].T if n.startswith("o") else x[:0] for n, x in state.items()}
+    with pytest.raises(ValueError, match="num_heads: expected a divisor of 0, got 4"):
+        make(none, "llama", 4)
     with pytest.raises(ValueError, match=r"num_kv_heads: expected 2 .* got 4"):
         make(state, "llama", 4, num_kv_heads=4)
     with pytest.raises(ValueError, match="num_kv_heads"):
         make(state, "llama", 3)  # keys of 1.5 heads
-    with pytest.raises(ValueError, match=r"state: expected w_v of shape \(16, 12\), got \(16, 6\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"state: expected k_proj\.weight and v_proj\.weight of one shape, "
+        r"got \(12, 16\) and \(6, 16\)$",
+    ):
         make(state | {"v_proj.weight": state["v_proj.weight"][:6]}, "llama", 4)
     with pytest.raises(ValueError, match=r"expected 2 axes of a float dtype for q_proj\.weight"):
         make(state | {"q_proj.weight": np.zeros(3)}, "llama", 4)
@@ -886,6 +967,43 @@ def test_weights_that_do_not_fit() -> None:
         make(stored("torch")[0] | {"bias_k": np.zeros(1)}, "torch", 4)
     with pytest.raises(ValueError, match="positions: expected head_dim = 6"):
         make(state, "llama", 4, positions=Rotary(4))
+
+
+def test_torch_with_values_of_another_width_than_keys() -> None:
+    """``kdim != vdim``: the error has torch's names and shapes."""
+    state, _ = stored("torch_kdim")
+    width = state["k_proj_weight"].shape[1]
+    state["v_proj_weight"] = np.zeros((16, width + 2))
+    with pytest.raises(
+        ValueError,
+        match=r"^state: expected k_proj_weight and v_proj_weight of one shape \(kdim = vdim\), "
+        rf"got \(16, {width}\) and \(16, {width + 2}\)$",
+    ):
+        from_state("torch_kdim", state)
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_shapes_are_told_in_the_words_of_the_library(name: str) -> None:
+    """Of each array in turn: with one more of each axis it fits no other."""
+    state, _ = stored(name)
+    for key, p in state.items():
+        if "LayerNorm" in key:
+            continue
+        for axis in range(p.ndim):
+            if key.endswith("_proj.weight") and axis == 0 and name in ("llama", "qwen2", "phi3"):
+                continue  # which may mean another number of heads
+            grown = np.concatenate([p, p.take([0], axis)], axis)
+            with pytest.raises(ValueError, match="expected") as caught:
+                from_state(name, state | {key: grown})
+            text = str(caught.value)
+            if not text.startswith("num_"):  # the projection of the output tells all widths
+                shown = [str(other.shape) for other in (*state.values(), grown)]
+                assert text.startswith("state: expected ")
+                assert " w_" not in text
+                assert " b_" not in text
+                named = [other for other in state if other in text]
+                assert named
+                assert any(text.endswith(shape) for shape in shown)
 
 
 def test_a_layer_owns_its_weights() -> None:

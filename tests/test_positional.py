@@ -14,7 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 import nattn
-from nattn import positional
 from nattn.backends.cpu import jobs
 from nattn.backends.cpu import rotary as kernels
 from nattn.backends.error_budget import error_budget, pair_budget, sum_budget
@@ -25,8 +24,11 @@ from nattn.positional import (
     Rotary,
     Sinusoidal,
     T5Bias,
+    biases,
+    rotary,
     rotary_frequencies,
     sinusoidal_encoding,
+    tables,
 )
 
 Array = NDArray[Any]
@@ -36,9 +38,10 @@ PAIRINGS = ["half", "interleaved"]
 
 
 def test_the_examples() -> None:
-    result = doctest.testmod(positional)
-    assert result.failed == 0
-    assert result.attempted > 20
+    results = [doctest.testmod(module) for module in (tables, rotary, biases)]
+    assert sum(result.failed for result in results) == 0
+    assert min(result.attempted for result in results) > 2
+    assert sum(result.attempted for result in results) > 20
 
 
 def test_each_says_what_it_acts_on() -> None:
@@ -439,6 +442,75 @@ def test_frequencies_are_those_of_transformers(case: str) -> None:
         assert frequencies[i] == pytest.approx(value, rel=16 * 2.0**-24)
 
 
+LLAMA3 = PUBLISHED["llama3"][2]
+HARMLESS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    # head_dim, what a configuration says, and what it means
+    "Llama 2, Mistral, Qwen2, SmolLM": (
+        128,
+        {"rope_type": "default", "rope_theta": 10000.0, "factor": None},
+        {"rope_type": "default"},
+    ),
+    "Llama 3.1 in transformers 5": (
+        128,
+        LLAMA3 | {"rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        LLAMA3,
+    ),
+    "Qwen2 with YaRN": (
+        128,
+        {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "factor": 4,
+            "original_max_position_embeddings": 32768.0,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    ),
+    "Llama 2 finetuned with YaRN": (
+        128,
+        {
+            "type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": np.float32(4096),
+            "finetuned": True,
+        },
+        {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+    ),
+    "Gemma 3": (256, {"rope_type": "linear", "factor": 8}, {"rope_type": "linear", "factor": 8.0}),
+    "dynamic": (
+        64,
+        {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32.0},
+        {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_settings_of_real_configurations_that_mean_nothing_more(name: str) -> None:
+    D, given, meaning = HARMLESS[name]
+    before = dict(given)
+    rotary, plain = (Rotary(D, scaling=scaling) for scaling in (given, meaning))
+    assert given == before
+    assert rotary.scaling == meaning
+    x = np.random.default_rng(21).standard_normal((1, 40, D))
+    np.testing.assert_array_equal(rotary(x), plain(x))
+    for mine, theirs in zip(
+        rotary_frequencies(D, scaling=given), rotary_frequencies(D, scaling=meaning), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("D", "dim", "factor"), [(80, 32, 0.4), (64, 16, 0.25), (128, 96, 0.75)])
+def test_a_factor_may_say_how_many_columns_turn_if_rotary_dim_does(
+    D: int, dim: int, factor: float
+) -> None:
+    """As transformers counts them: ``int(head_dim * partial_rotary_factor)``."""
+    scaling = {"rope_type": "default", "partial_rotary_factor": factor}
+    x = np.random.default_rng(22).standard_normal((1, 9, D))
+    np.testing.assert_array_equal(
+        Rotary(D, rotary_dim=dim, scaling=scaling)(x), Rotary(D, rotary_dim=dim)(x)
+    )
+
+
 def test_linear_scaling_divides_positions() -> None:
     x = np.random.default_rng(14).standard_normal((2, 30, 16))
     scaled = Rotary(16, scaling={"type": "linear", "factor": 4.0})
@@ -485,14 +557,19 @@ def test_long_waves_are_stretched_and_short_ones_are_not(kind: str) -> None:
 
 
 def test_alibi_gives_attention_the_slopes_of_the_paper() -> None:
+    """The formula here rounds, too, and a BLAS adds in an order of its own: twice the budget."""
     scheme = Alibi(4)
     q, k, v = np.random.default_rng(16).standard_normal((3, 4, 6, 8))
     out = nattn.attention(q, k, v, backend="reference", **scheme.arguments(6, 6, q_offset=1))
     distance = abs(np.arange(6)[:, None] + 1 - np.arange(6))
-    scores = q @ k.transpose(0, 2, 1) / 8**0.5
-    weights = np.exp(scores - np.array([1 / 4, 1 / 16, 1 / 64, 1 / 256])[:, None, None] * distance)
+    falling = np.array([1 / 4, 1 / 16, 1 / 64, 1 / 256])[:, None, None] * distance
+    weights = np.exp(q @ k.transpose(0, 2, 1) / 8**0.5 - falling)
     expected = weights / weights.sum(axis=-1, keepdims=True) @ v
-    np.testing.assert_allclose(out, expected, rtol=1e-13)
+    largest = (abs(q) @ abs(k).transpose(0, 2, 1) / 8**0.5 + falling).max(axis=-1)
+    budget = error_budget(np.dtype(np.float64), 6, largest, abs(v).max(axis=(1, 2))[:, None], 8).out
+    assert (abs(out - expected) <= budget[..., None]).all()
+    level = nattn.attention(q, k, v, backend="reference")
+    assert (abs(level - expected) > budget[..., None]).all()
     assert scheme.backward(out, q, k, v, out, out) == {}
 
 
@@ -726,6 +803,62 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: Rotary(8, scaling={"rope_type": "default", "rope_theta": 5e5}),
         ValueError,
         "'rope_theta' to be the base 10000.0, got 500000.0",
+    ),
+    (
+        lambda: Rotary(8, scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        ValueError,
+        "'partial_rotary_factor' to be rotary_dim / head_dim = 8 / 8, got 0.5; say with rotary_dim",
+    ),
+    (
+        lambda: Rotary(8, rotary_dim=4, scaling=YARN | {"partial_rotary_factor": 1.0}),
+        ValueError,
+        "'partial_rotary_factor' to be rotary_dim / head_dim = 4 / 8, got 1.0",
+    ),
+    (
+        lambda: Rotary(8, scaling=YARN | {"partial_rotary_factor": 1e308}),
+        ValueError,
+        "'partial_rotary_factor' to be .* got 1e\\+308",
+    ),
+    (
+        lambda: Rotary(8, scaling=YARN | {"partial_rotary_factor": True}),
+        TypeError,
+        r"scaling\['partial_rotary_factor'\]: expected a finite number above 0, got True",
+    ),
+    (
+        lambda: rotary_frequencies(8, scaling=YARN | {"partial_rotary_factor": 0.5}),
+        ValueError,
+        "'partial_rotary_factor' to be 1.0, got 0.5",
+    ),
+    (
+        lambda: Rotary(8, scaling={"type": "default", "mrope_section": [2, 1, 1]}),
+        ValueError,
+        r"for 'default' the keys \[\], got the unknown \['mrope_section'\]",
+    ),
+    (
+        lambda: Rotary(8, scaling={"type": "mrope", "mrope_section": [2, 1, 1]}),
+        ValueError,
+        "'rope_type' of .* got 'mrope'",
+    ),
+    (
+        lambda: Rotary(8, scaling=YARN | {"llama_4_scaling_beta": 0.1}),
+        ValueError,
+        r"got the unknown \['llama_4_scaling_beta'\]",
+    ),
+    (
+        lambda: Rotary(8, scaling=YARN | {"type": "linear"}),
+        ValueError,
+        "'rope_type' of .* got {'rope_type': 'yarn'.* 'type': 'linear'}",
+    ),
+    (lambda: Rotary(8, scaling={"type": ["yarn"]}), ValueError, r"got \['yarn'\]"),
+    (
+        lambda: Rotary(8, scaling=YARN | {"original_max_position_embeddings": 64.5}),
+        TypeError,
+        r"\['original_max_position_embeddings'\]: expected an integer of at least 1, got 64.5",
+    ),
+    (
+        lambda: Rotary(8, scaling=YARN | {"original_max_position_embeddings": math.inf}),
+        TypeError,
+        r"\['original_max_position_embeddings'\]: expected an integer of at least 1, got inf",
     ),
     (
         lambda: Rotary(8, scaling=YARN | {"beta_fast": 1.0}),

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import fields
 from fractions import Fraction
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 import nattn
+from nattn.call import results
+from nattn.call.arguments import DEFAULTS
 from nattn.call.block_mask import BlockMask
 from nattn.call.problem import Problem
 from nattn.functions import binding, masks, mods
@@ -254,7 +257,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "window has 1 side": ({"window_size": [1]}, ValueError, ["window_size", "a pair", "[1]"]),
     "window is a float": ({"window_size": (1.0, 2)}, TypeError, ["window_size", "1.0"]),
     "window is a bool": ({"window_size": (True, 2)}, TypeError, ["window_size", "True"]),
-    "window is a string": ({"window_size": "ab"}, TypeError, ["window_size", "'a'"]),
+    "window is a string": ({"window_size": "ab"}, TypeError, ["window_size", "'ab' (str)"]),
+    "window is 0-D": ({"window_size": np.array(3)}, TypeError, ["window_size", "array(3)"]),
+    "window is 2-D": ({"window_size": zeros(2, 2)}, ValueError, ["window_size", "(2, 2)"]),
+    "window is masked": ({"window_size": np.ma.ones(2, int)}, TypeError, ["window_size", "masked"]),
+    "window is an array of floats": ({"window_size": zeros(2)}, TypeError, ["window_size", "0.0"]),
     # mask and bias
     "mask of integers": ({"mask": zeros(5, 7, dtype="u1")}, TypeError, ["mask", "bool", "uint8"]),
     "mask of floats": ({"mask": zeros(5, 7)}, TypeError, ["mask", "bool", "float32"]),
@@ -343,6 +350,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["sinks", np.dtype("g").name],
     ),
     "sinks are strings": ({"sinks": ["a"] * 4}, TypeError, ["sinks", "<U1"]),
+    "masked arrays in a list": (
+        {"sinks": [np.ma.ones(2), np.ma.ones(2)]},
+        TypeError,
+        ["sinks", "masked array"],
+    ),
     "sinks are masked": ({"sinks": np.ma.ones(4)}, TypeError, ["sinks", "masked array"]),
     # functions
     "score_mod is a number": ({"score_mod": 1.0}, TypeError, ["score_mod", "function", "1.0"]),
@@ -613,17 +625,17 @@ def test_out_that_overlaps_what_modifiers_read(argument: str, label: str) -> Non
 def test_out_may_lie_between_inputs() -> None:
     packed = zeros(2, 4, 7, 4, 8)
     q, k, v, out = (packed[:, :, :, n] for n in range(4))
-    Problem.build(q, k, v, out=out)
+    results.check_out(Problem.build(q, k, v), out)
     packed = zeros(2, 4, 7, 8, 2)
-    Problem.build(packed[..., 0], packed[..., 0], packed[..., 0], out=packed[..., 1])
+    results.check_out(Problem.build(packed[..., 0], packed[..., 0], packed[..., 0]), packed[..., 1])
 
 
 def test_out_of_any_slices() -> None:
     a = base()
     for slices in product([slice(None), slice(None, None, -2), slice(1, None, 3)], repeat=4):
         room = zeros(20, 20, 20, 20)[slices]
-        Problem.build(**a, out=room[:2, :4, :5, :3])
-        Problem.build(**a, out=room.transpose(2, 0, 3, 1)[:2, :4, :5, :3])
+        results.check_out(Problem.build(**a), room[:2, :4, :5, :3])
+        results.check_out(Problem.build(**a), room.transpose(2, 0, 3, 1)[:2, :4, :5, :3])
 
 
 INTEGERS = {
@@ -711,9 +723,58 @@ def test_far_offsets_and_windows_are_exact(causal: bool) -> None:
             assert reach < 2**62  # leaves the other half of int64 to rows
 
 
+CONTAINERS: dict[str, Callable[[], Any]] = {  # all of them give two things when iterated
+    "dict": lambda: {0: 1, 1: 2},
+    "keys": {0: 1, 1: 2}.keys,
+    "values": {0: 1, 1: 2}.values,
+    "set": lambda: {0, 1},
+    "frozenset": lambda: frozenset({0, 1}),
+    "str": lambda: "12",
+    "bytes": lambda: b"12",
+    "generator": lambda: (x for x in (0, 1)),
+    "map": lambda: map(int, "12"),
+    "file": lambda: StringIO("1\n2\n"),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("name", [*"qkv", "out", "return_lse", "backend", *DEFAULTS])
+def test_a_wrong_container_is_refused(name: str, container: str) -> None:
+    arguments = base(dropout_p=0.5, seed=0) | {name: CONTAINERS[container]()}
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: (?s:.)*expected (?s:.)*got "):
+        nattn.attention(**arguments)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("name", ["wrt", "dout", "lse", "rows", "size", "words", "titles"])
+def test_a_wrong_container_is_refused_beside_a_call(name: str, container: str) -> None:
+    a, value = base(), CONTAINERS[container]()
+    out, lse = nattn.attention(**a, return_lse=True, backend="reference")
+    given: dict[str, Any] = {"dout": out, "out": out, "lse": lse} | a
+
+    def backward() -> Any:
+        return nattn.attention_backward(**given | {name: value})
+
+    calls: dict[str, Callable[[], Any]] = {
+        "rows": lambda: nattn.attention_weights(a["q"], a["k"], rows=value),
+        "size": lambda: nattn.attention_map(a["q"], a["k"], size=value),
+        "words": lambda: nattn.plot_attention(np.eye(2), words=value),
+        "titles": lambda: nattn.plot_attention(np.ones((2, 2, 2)), titles=value),
+    }
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected (?s:.)*got "):
+        calls.get(name, backward)()
+
+
 @pytest.mark.parametrize(
     "value",
-    [(None, 5), (-1, 5), [None, 5], (np.int8(-1), np.uint64(5)), np.array([-1, 5])],
+    [
+        (None, 5),
+        (-1, 5),
+        range(-1, 6)[::6],
+        [None, 5],
+        (np.int8(-1), np.uint64(5)),
+        np.array([-1, 5]),
+    ],
 )
 def test_window(value: Any) -> None:
     assert Problem.build(**base(), window_size=value).window == (None, 5)
@@ -767,9 +828,9 @@ def test_narrow_storage_is_computed_in_float32(name: str) -> None:
     assert p.sinks.tolist() == [0, 0.5, 1.5, -2]
     with pytest.raises(ValueError, match=r"^scale: .*finite in float32"):
         Problem.build(**a, scale=1e39)
-    assert p.gradient_as_given("q", np.full((B, Hq, Nq, D), 0.1)).dtype == NARROW[name]
-    assert p.gradient_as_given("sinks", np.ones(4)).dtype == NARROW[name]
-    assert p.gradient_as_given("alibi_slopes", np.ones((B, Hq))).dtype == NARROW[name]
+    assert results.gradient_as_given(p, "q", np.full((B, Hq, Nq, D), 0.1)).dtype == NARROW[name]
+    assert results.gradient_as_given(p, "sinks", np.ones(4)).dtype == NARROW[name]
+    assert results.gradient_as_given(p, "alibi_slopes", np.ones((B, Hq))).dtype == NARROW[name]
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -779,29 +840,29 @@ def test_a_bias_of_narrow_storage(name: str) -> None:
     assert p.bias is not None
     assert p.bias.dtype == NARROW[name]
     assert np.shares_memory(p.bias, bias)
-    assert p.gradient_as_given("bias", np.full((1, 1, 5, 7), 1e30)).dtype == NARROW[name]
+    assert results.gradient_as_given(p, "bias", np.full((1, 1, 5, 7), 1e30)).dtype == NARROW[name]
 
 
 @pytest.mark.parametrize("name", NARROW)
 def test_incoming_of_narrow_storage(name: str) -> None:
     p = Problem.build(**three(NARROW[name]))
     x, lse = zeros(B, Hq, Nq, Dv, dtype=NARROW[name]), zeros(B, Hq, Nq)
-    dout, out, rows, dlse = p.check_incoming(x, x, lse, lse)
+    dout, out, rows, dlse = results.check_incoming(p, x, x, lse, lse)
     assert dout.dtype == out.dtype == NARROW[name]
     assert rows.dtype == dlse.dtype == np.float32
     with pytest.raises(
         TypeError, match=f"^dlse: expected dtype float32 for q of {name}, got {name}"
     ):
-        p.check_incoming(x, x, lse, lse.astype(NARROW[name]))
+        results.check_incoming(p, x, x, lse, lse.astype(NARROW[name]))
     with pytest.raises(TypeError, match=f"^dout: expected dtype {name} as of q, got float32"):
-        p.check_incoming(x.astype("f4"), x, lse, None)
+        results.check_incoming(p, x.astype("f4"), x, lse, None)
 
 
 def test_no_storage_but_the_four() -> None:
     for storage in ("float32", "float64"):
         p = Problem.build(**three(storage))
         assert (p.storage, p.dtype, p.compute) == (storage, np.dtype(storage), np.dtype(storage))
-        assert p.kind is None
+        assert p.allocator is None
         assert p.streams == ()
     p = Problem.build(**three(">f4"))
     assert p.storage == "float32"
@@ -985,23 +1046,23 @@ def test_incoming_errors(case: str) -> None:
     name, value, error, expected = INCOMING[case]
     p, arrays = backward_problem()
     with pytest.raises(error, match=f"^{name}: expected .*{expected}|^{name}: .*{expected}"):
-        p.check_incoming(**{**arrays, name: value})
+        results.check_incoming(p, **{**arrays, name: value})
 
 
 def test_incoming_in_the_callers_rank_and_layout() -> None:
     x = np.zeros((5, 8), "f4")
     p = Problem.build(x, x, x)
-    dout, out, lse, dlse = p.check_incoming(x, x, x[:, 0], None)
+    dout, out, lse, dlse = results.check_incoming(p, x, x, x[:, 0], None)
     assert dout.shape == out.shape == (1, 1, 5, 8)
     assert lse.shape == (1, 1, 5)
     assert lse.flags.c_contiguous
     assert dlse is None
     with pytest.raises(ValueError, match=r"^lse: expected shape \(5,\), got \(1, 1, 5\)"):
-        p.check_incoming(x, x, lse, None)
+        results.check_incoming(p, x, x, lse, None)
     y = np.zeros((2, 5, 3, 8), "f4")
     p = Problem.build(y, y, y, layout="bnhd")
     big = np.arange(30, dtype=">f4").reshape(2, 3, 5)
-    dout, _, lse, dlse = p.check_incoming(y.astype(">f4"), y, big[..., ::-1], big)
+    dout, _, lse, dlse = results.check_incoming(p, y.astype(">f4"), y, big[..., ::-1], big)
     assert dout.shape == (2, 3, 5, 8)
     assert dout.dtype.isnative
     assert lse.dtype.isnative
@@ -1012,9 +1073,9 @@ def test_incoming_in_the_callers_rank_and_layout() -> None:
 def test_an_lse_of_other_lengths() -> None:
     p, arrays = backward_problem(q_lens=[5, 3])
     with pytest.raises(ValueError, match=r"^lse: expected -inf .*got 0.0 in row 3 of item 1"):
-        p.check_incoming(**arrays)
+        results.check_incoming(p, **arrays)
     arrays["lse"][1, :, 3:] = -np.inf
-    p.check_incoming(**arrays)
+    results.check_incoming(p, **arrays)
 
 
 WRTS: dict[str, tuple[Any, type[Exception], str]] = {
@@ -1036,14 +1097,14 @@ def test_wrt_errors(case: str) -> None:
     value, error, expected = WRTS[case]
     p, _ = backward_problem()
     with pytest.raises(error, match=f"^wrt: expected .*{expected}"):
-        p.check_wrt(value)
+        results.check_wrt(p, value)
 
 
 def test_wrt() -> None:
     p, _ = backward_problem(bias=np.zeros(7), sinks=[0.0] * 4, alibi_slopes=[0.0] * 4)
     every = ["q", "k", "v", "bias", "sinks", "alibi_slopes"]
-    assert p.check_wrt(every) == frozenset(every)
-    assert p.check_wrt(()) == frozenset()
+    assert results.check_wrt(p, every) == frozenset(every)
+    assert results.check_wrt(p, ()) == frozenset()
 
 
 def test_the_shape_of_a_bias() -> None:
@@ -1055,8 +1116,8 @@ def test_the_shape_of_a_bias() -> None:
     ]:
         p, _ = backward_problem(bias=np.zeros(shape, "f2"))
         assert p.bias_shape == padded
-        assert p.gradient_as_given("bias", np.ones(padded)).shape == shape
-        assert p.gradient_as_given("bias", np.ones(padded)).dtype == np.float16
+        assert results.gradient_as_given(p, "bias", np.ones(padded)).shape == shape
+        assert results.gradient_as_given(p, "bias", np.ones(padded)).dtype == np.float16
     p, _ = backward_problem(bias=np.broadcast_to(np.float32(1), (2, 4, 5, 7)))
     assert p.bias_shape == (2, 4, 5, 7)
     p, _ = backward_problem()
@@ -1065,11 +1126,11 @@ def test_the_shape_of_a_bias() -> None:
 
 def test_gradients_as_given() -> None:
     p, _ = backward_problem(sinks=np.zeros(4, ">f8"), alibi_slopes=[1, 2, 3, 4])
-    assert p.gradient_as_given("sinks", np.ones(4, "f4")).dtype.str == np.dtype("f8").str
-    slopes = p.gradient_as_given("alibi_slopes", np.ones((2, 4), "f4"))
+    assert results.gradient_as_given(p, "sinks", np.ones(4, "f4")).dtype.str == np.dtype("f8").str
+    slopes = results.gradient_as_given(p, "alibi_slopes", np.ones((2, 4), "f4"))
     assert slopes.tolist() == [2.0] * 4
     assert slopes.dtype == np.float32  # integers have no gradient of their own type
     p, _ = backward_problem(alibi_slopes=np.ones((2, 4), "f2"))
-    slopes = p.gradient_as_given("alibi_slopes", np.full((2, 4), 1e9, "f4"))
+    slopes = results.gradient_as_given(p, "alibi_slopes", np.full((2, 4), 1e9, "f4"))
     assert slopes.dtype == np.float16
     assert np.all(slopes == np.inf)  # too large, and no warning

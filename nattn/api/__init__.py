@@ -9,6 +9,7 @@ from .diagnostics import (
     row_stats,
 )
 from .functional import Gradients, attention, attention_backward, attention_vjp
+from .merging import merge_states
 
 __all__ = [
     "Gradients",
@@ -19,6 +20,7 @@ __all__ = [
     "attention_vjp",
     "attention_weights",
     "key_mass",
+    "merge_states",
     "plot_attention",
     "row_stats",
 ]

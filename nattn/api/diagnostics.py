@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import backends
+from ..call import results
+from ..call.arguments import Arguments, shows_arguments
 from ..call.checks import Array, as_array, check_integer, check_name, show
 from ..call.device_arrays import DeviceArray
 from ..call.problem import Problem
-from .functional import Arguments
 
 
 class RowStats(NamedTuple):
@@ -29,6 +30,7 @@ class RowStats(NamedTuple):
     argmax: NDArray[np.int64]
 
 
+@shows_arguments
 def attention_weights(
     q: Array,
     k: Array,
@@ -87,7 +89,7 @@ def attention_weights(
     """
     problem = _problem(q, k, 0, args)
     chosen = _row_numbers(rows, problem.Nq)
-    check_name("backend", backend, ("auto", "cpu", "reference", "cuda"))
+    check_name("backend", backend, backends.NAMES)
     found = backends.load("reference").weights(problem, chosen.reshape(-1))
     found = found.astype(problem.compute, copy=False)
     if chosen.ndim == 0:
@@ -95,6 +97,7 @@ def attention_weights(
     return _as_given(problem, found)
 
 
+@shows_arguments
 def attention_map(
     q: Array,
     k: Array,
@@ -169,6 +172,7 @@ def attention_map(
     return _as_given(problem, mean)
 
 
+@shows_arguments
 def row_stats(q: Array, k: Array, *, backend: str = "auto", **args: Unpack[Arguments]) -> RowStats:
     """Describe each row of the matrix of weights, in one pass and linear memory.
 
@@ -224,6 +228,7 @@ def row_stats(q: Array, k: Array, *, backend: str = "auto", **args: Unpack[Argum
     return RowStats(*(_as_given(problem, found[name]) for name in RowStats._fields))
 
 
+@shows_arguments
 def key_mass(
     q: Array,
     k: Array,
@@ -303,15 +308,12 @@ def key_mass(
 
 def _problem(q: Any, k: Any, Dv: int, args: Any) -> Problem:
     """Check the arguments of a call that has no values; `Dv` columns of zeros stand for them."""
-    unknown = args.keys() - Arguments.__optional_keys__
-    if unknown:
-        raise TypeError(f"expected arguments of nattn.attention, got {min(unknown)!r}")
     q, k = as_array("q", q), as_array("k", k)
     for name, x in (("q", q), ("k", k)):
         if isinstance(x, DeviceArray):
             raise NotImplementedError(
                 f"{name}: expected an array in host memory, got one {x.source}; what looks at "
-                "weights runs on the CPU alone: copy q and k to host memory"
+                "weights makes its arrays there: copy q and k"
             )
     v = np.broadcast_to(np.zeros((), k.dtype), (*k.shape[:-1], Dv))
     problem = Problem.build(q, k, v, **args)
@@ -372,7 +374,7 @@ def _block_lengths(n: int, blocks: int) -> NDArray[np.int64]:
 def _checked_lse(p: Problem, lse: Any) -> NDArray[Any]:
     """Return ``(B, Hq, Nq)`` from the lse that was passed."""
     out = np.broadcast_to(np.zeros((), p.dtype), p.out_shape)
-    found: NDArray[Any] = p.check_incoming(out, out, lse, None)[2]
+    found: NDArray[Any] = results.check_incoming(p, out, out, lse, None)[2]
     return found
 
 
@@ -499,7 +501,7 @@ def _labels(name: str, given: Any, n: int, of: str) -> list[str] | None:
     if given is None:
         return None
     expected = f"{n} strings, one for each {of}"
-    if isinstance(given, str) or not isinstance(given, (Sequence, np.ndarray)):
+    if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, np.ndarray)):
         raise TypeError(f"{name}: expected {expected}, got {show(given)}")
     if len(given) != n:
         raise ValueError(f"{name}: expected {expected}, got {len(given)}")

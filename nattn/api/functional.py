@@ -3,126 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from .. import backends
-from ..call.block_mask import BlockMask
-from ..call.checks import Array, Integers, Mod, Scale, Window, check_flag
+from ..call import results
+from ..call.arguments import Arguments, shows_arguments
+from ..call.checks import Array, HostArray, check_flag
 from ..call.device_arrays import CudaArray
 from ..call.problem import WRT, Problem
-
-Progress = Callable[[float], object]
-
-
-class Arguments(TypedDict, total=False):
-    """What `attention` is called with beside q, k and v, and what a gradient depends on."""
-
-    causal: bool
-    q_offset: Integers | None
-    window_size: Window | None
-    mask: Array | None
-    bias: Array | None
-    scale: Scale | None
-    softcap: Scale | None
-    alibi_slopes: Array | None
-    sinks: Array | None
-    score_mod: Mod | None
-    mask_mod: Mod | None
-    block_mask: BlockMask | None
-    q_lens: Integers | None
-    kv_lens: Integers | None
-    dropout_p: float
-    seed: int | None
-    layout: str
-
-
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    causal: bool = ...,
-    q_offset: Integers | None = ...,
-    window_size: Window | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    scale: Scale | None = ...,
-    softcap: Scale | None = ...,
-    alibi_slopes: Array | None = ...,
-    sinks: Array | None = ...,
-    score_mod: Mod | None = ...,
-    mask_mod: Mod | None = ...,
-    block_mask: BlockMask | None = ...,
-    q_lens: Integers | None = ...,
-    kv_lens: Integers | None = ...,
-    dropout_p: float = ...,
-    seed: int | None = ...,
-    layout: str = ...,
-    return_lse: Literal[False] = ...,
-    out: NDArray[Any] | None = ...,
-    backend: str = ...,
-) -> NDArray[Any]: ...
-
-
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    causal: bool = ...,
-    q_offset: Integers | None = ...,
-    window_size: Window | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    scale: Scale | None = ...,
-    softcap: Scale | None = ...,
-    alibi_slopes: Array | None = ...,
-    sinks: Array | None = ...,
-    score_mod: Mod | None = ...,
-    mask_mod: Mod | None = ...,
-    block_mask: BlockMask | None = ...,
-    q_lens: Integers | None = ...,
-    kv_lens: Integers | None = ...,
-    dropout_p: float = ...,
-    seed: int | None = ...,
-    layout: str = ...,
-    return_lse: Literal[True],
-    out: NDArray[Any] | None = ...,
-    backend: str = ...,
-) -> tuple[NDArray[Any], NDArray[Any]]: ...
-
-
-@overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    causal: bool = ...,
-    q_offset: Integers | None = ...,
-    window_size: Window | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    scale: Scale | None = ...,
-    softcap: Scale | None = ...,
-    alibi_slopes: Array | None = ...,
-    sinks: Array | None = ...,
-    score_mod: Mod | None = ...,
-    mask_mod: Mod | None = ...,
-    block_mask: BlockMask | None = ...,
-    q_lens: Integers | None = ...,
-    kv_lens: Integers | None = ...,
-    dropout_p: float = ...,
-    seed: int | None = ...,
-    layout: str = ...,
-    return_lse: bool,
-    out: NDArray[Any] | None = ...,
-    backend: str = ...,
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
+from ..call.progress import Progress
 
 
 @overload
@@ -138,31 +29,55 @@ def attention(
 ) -> Any: ...
 
 
+@overload
+def attention(
+    q: HostArray,
+    k: HostArray,
+    v: HostArray,
+    *,
+    return_lse: Literal[False] = ...,
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+    **args: Unpack[Arguments],
+) -> NDArray[Any]: ...
+
+
+@overload
+def attention(
+    q: HostArray,
+    k: HostArray,
+    v: HostArray,
+    *,
+    return_lse: Literal[True],
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+    **args: Unpack[Arguments],
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+
+
+@overload
+def attention(
+    q: HostArray,
+    k: HostArray,
+    v: HostArray,
+    *,
+    return_lse: bool,
+    out: NDArray[Any] | None = ...,
+    backend: str = ...,
+    **args: Unpack[Arguments],
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
+
+
+@shows_arguments
 def attention(
     q: Array,
     k: Array,
     v: Array,
     *,
-    causal: bool = False,
-    q_offset: Integers | None = None,
-    window_size: Window | None = None,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    scale: Scale | None = None,
-    softcap: Scale | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    score_mod: Mod | None = None,
-    mask_mod: Mod | None = None,
-    block_mask: BlockMask | None = None,
-    q_lens: Integers | None = None,
-    kv_lens: Integers | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhnd",
     return_lse: bool = False,
     out: NDArray[Any] | CudaArray | None = None,
     backend: str = "auto",
+    **args: Unpack[Arguments],
 ) -> Any:
     """Exact scaled dot-product attention, in memory that grows linearly with the input.
 
@@ -275,6 +190,16 @@ def attention(
 
     Notes
     -----
+    Taken are NumPy arrays of any strides, also read-only, unaligned and big-endian ones; what has
+    ``__array__``, ``__array_interface__`` or a buffer, such as arrays of JAX on the CPU, data
+    frames and `memoryview`; objects that have DLPack alone, in host memory; and lists of numbers,
+    which are float64. Nothing is copied but lists and big-endian arrays, and nothing is written
+    to. What comes back are new NumPy arrays in native byte order, whatever was passed, or `out`.
+    Masked arrays are refused, for their masks would be ignored: pass ``.data``, and what is
+    visible as `mask`. Tensors of torch on the CPU are refused, for a result of another kind would
+    break the chain of its gradients: pass ``.detach().numpy()``, which shares their memory, and
+    ``torch.from_numpy`` takes the result back without a copy.
+
     Arrays on a GPU are tensors of torch (with a gradient, too, which is not recorded), arrays of
     CuPy and Numba, all that have ``__cuda_array_interface__`` and, with the package cuda-core, all
     that have DLPack. They are read where they lie, and the results are made by torch or CuPy, on
@@ -331,31 +256,7 @@ def attention(
     >>> bool(np.allclose(out[:, 3, 30], v[:, 0, 30]))  # the first row of the second document
     True
     """
-    return _attend(
-        q,
-        k,
-        v,
-        causal=causal,
-        q_offset=q_offset,
-        window_size=window_size,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        block_mask=block_mask,
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        dropout_p=dropout_p,
-        seed=seed,
-        layout=layout,
-        return_lse=return_lse,
-        out=out,
-        backend=backend,
-    )
+    return _attend(q, k, v, return_lse=return_lse, out=out, backend=backend, **args)
 
 
 def _attend(
@@ -363,64 +264,29 @@ def _attend(
     k: Any,
     v: Any,
     *,
-    causal: bool = False,
-    q_offset: Integers | None = None,
-    window_size: Window | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    scale: Scale | None = None,
-    softcap: Scale | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    score_mod: Mod | None = None,
-    mask_mod: Mod | None = None,
-    block_mask: BlockMask | None = None,
-    q_lens: Integers | None = None,
-    kv_lens: Integers | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhnd",
     return_lse: bool = False,
     out: Any = None,
     backend: str = "auto",
     progress: Progress | None = None,
+    **args: Unpack[Arguments],
 ) -> Any:
     """Do what `attention` does, calling ``progress(fraction_done)`` now and then."""
-    problem = Problem.build(
-        q,
-        k,
-        v,
-        causal=causal,
-        q_offset=q_offset,
-        window_size=window_size,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        block_mask=block_mask,
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        dropout_p=dropout_p,
-        seed=seed,
-        layout=layout,
-        out=out,
-    )
-    return_lse = check_flag("return_lse", return_lse)
-    out, lse = _forward(problem, out, backend, progress)
+    problem = Problem.build(q, k, v, **args)
+    out, lse = _forward(problem, out, return_lse, backend, progress)
     return (out, lse) if return_lse else out
 
 
 def _forward(
-    problem: Problem, out: Any, backend: str, progress: Progress | None
+    problem: Problem, out: Any, return_lse: Any, backend: str, progress: Progress | None
 ) -> tuple[Any, Any]:
     """Return `out`, which is made if there is none, and lse, in the caller's rank and kind."""
+    if out is not None:
+        results.check_out(problem, out)
+    check_flag("return_lse", return_lse)
     door = backends.choose(problem, backend, "forward", out=out)
-    new_out, lse = problem.new_results(out)
-    door.forward(problem, problem.as_bhnd(new_out), problem.as_bhn(lse), progress=progress)
+    new_out, lse = results.new_results(problem, out)
+    views = results.as_bhnd(problem, new_out), results.as_bhn(problem, lse)
+    door.forward(problem, *views, progress=progress)
     return new_out, lse
 
 
@@ -442,6 +308,7 @@ class Gradients(NamedTuple):
     dalibi_slopes: NDArray[Any] | Any | None
 
 
+@shows_arguments
 def attention_backward(
     dout: Array,
     q: Array,
@@ -452,24 +319,8 @@ def attention_backward(
     *,
     dlse: Array | None = None,
     wrt: tuple[str, ...] | list[str] = ("q", "k", "v"),
-    causal: bool = False,
-    q_offset: Integers | None = None,
-    window_size: Window | None = None,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    scale: Scale | None = None,
-    softcap: Scale | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    score_mod: Mod | None = None,
-    mask_mod: Mod | None = None,
-    block_mask: BlockMask | None = None,
-    q_lens: Integers | None = None,
-    kv_lens: Integers | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    layout: str = "bhnd",
     backend: str = "auto",
+    **args: Unpack[Arguments],
 ) -> Gradients:
     """Gradients of attention, in memory that grows linearly with the input.
 
@@ -505,11 +356,12 @@ def attention_backward(
     wrt : tuple or list of str, default ("q", "k", "v")
         With respect to what: "q", "k", "v", "bias", "sinks" and "alibi_slopes". What is left out
         is neither computed nor allocated.
-    causal, q_offset, window_size, mask, bias, scale, softcap, alibi_slopes, sinks : optional
+    backend : {"auto", "cpu", "cuda", "reference"}, default "auto"
         As in `attention`.
-    score_mod, mask_mod, block_mask, q_lens, kv_lens, dropout_p, seed, layout, backend : optional
-        As in `attention`. Of a `score_mod` no derivative is asked: it runs on dual numbers. Arrays
-        that are bound to it get no gradient.
+    **args
+        All other arguments of `attention` that its result depends on: those of the forward pass.
+        Of a `score_mod` no derivative is asked: it runs on dual numbers. Arrays that are bound to
+        it get no gradient.
 
     Returns
     -------
@@ -573,31 +425,11 @@ def attention_backward(
     >>> bool((higher**2).sum() > (out**2).sum())
     True
     """
-    problem = Problem.build(
-        q,
-        k,
-        v,
-        causal=causal,
-        q_offset=q_offset,
-        window_size=window_size,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        block_mask=block_mask,
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        dropout_p=dropout_p,
-        seed=seed,
-        layout=layout,
-    )
+    problem = Problem.build(q, k, v, **args)
     return _backward(problem, dout, out, lse, dlse, wrt, backend)
 
 
+@shows_arguments
 def attention_vjp(
     q: Array,
     k: Array,
@@ -645,12 +477,8 @@ def attention_vjp(
     >>> bool(np.allclose(grads.dv.sum(axis=0), 50))  # 50 rows, whose weights sum to 1
     True
     """
-    unknown = args.keys() - Arguments.__optional_keys__
-    if unknown:
-        raise TypeError(f"expected arguments of nattn.attention, got {min(unknown)!r}")
-    problem = Problem.build(q, k, v, out=out, **args)
-    return_lse = check_flag("return_lse", return_lse)
-    result, lse = _forward(problem, out, backend, None)
+    problem = Problem.build(q, k, v, **args)
+    result, lse = _forward(problem, out, return_lse, backend, None)
 
     def vjp(
         dout: Array,
@@ -674,9 +502,11 @@ def _backward(
     progress: Progress | None = None,
 ) -> Gradients:
     """Do what `attention_backward` does, calling ``progress(fraction_done)`` now and then."""
-    names = problem.check_wrt(wrt)
-    incoming = problem.check_incoming(dout, out, lse, dlse)
+    names = results.check_wrt(problem, wrt)
+    incoming = results.check_incoming(problem, dout, out, lse, dlse)
     arrays = dict(zip(("dout", "out", "lse", "dlse"), incoming, strict=True))
     door = backends.choose(problem, backend, "backward", **arrays)
     found = door.backward(problem, *incoming, names, progress=progress)
-    return Gradients(*(problem.gradient_as_given(x, found[x]) if x in names else None for x in WRT))
+    return Gradients(
+        *(results.gradient_as_given(problem, x, found[x]) if x in names else None for x in WRT)
+    )

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from .. import backends
 from ..api import functional
+from ..api.merging import merge_states
 from ..backends.error_budget import error_budget
 from ..call.progress import Progress
 from ..vectors.dtypes import FLOAT32
@@ -288,27 +289,17 @@ def attend_to_others(
 def merge(*states: States) -> Array:
     """Join attention to disjoint sets of keys into attention to their union.
 
-    ``out = sum_a exp(lse_a - lse) out_a`` with ``lse = log sum_a exp(lse_a)``; a state without
-    keys has ``lse = -inf`` and adds nothing.
-
     Parameters
     ----------
     *states : States
-        ``out (n, D)`` and ``lse (n,)``; not all may be -inf in a row.
+        ``out (n, D)`` and ``lse (n,)``, as `nattn.merge_states` takes them.
 
     Returns
     -------
     ndarray
         ``(n, D)``.
     """
-    lse = np.stack([state.lse for state in states]).astype(np.float64)
-    weight = np.exp(lse - lse.max(axis=0))
-    weight /= weight.sum(axis=0)
-    dtype = states[0].out.dtype
-    total = np.zeros_like(states[0].out)
-    for state, w in zip(states, weight, strict=True):
-        total += w[:, None].astype(dtype) * state.out
-    return total
+    return merge_states([state.out for state in states], [state.lse for state in states])[0]
 
 
 def denoise(

@@ -23,7 +23,6 @@ References
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -31,7 +30,6 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -39,8 +37,10 @@ from numpy.typing import NDArray
 
 from .. import backends
 from ..api.diagnostics import attention_weights
-from ..call.checks import check_count
-from ..nn.layers import MultiHeadAttention
+from ..call.checks import check_count, finite_float
+from ..call.optional import require
+from ..nn import MultiHeadAttention, files
+from ..vectors.dtypes import FLOAT32
 
 Array = NDArray[Any]
 Float32 = NDArray[np.float32]
@@ -200,7 +200,7 @@ class MiniLM:
         Returns
         -------
         MiniLM
-            In float32.
+            In float32, to which weights in float16, bfloat16 and float64 are converted.
 
         Raises
         ------
@@ -209,11 +209,10 @@ class MiniLM:
         FileNotFoundError
             If files are missing, with a list of them.
         ValueError
-            If the model is of another kind, or its weights have other names or shapes; the missing
-            and the unexpected names are listed.
+            If the model is of another kind, a file is damaged, or weights have other names, shapes
+            or dtypes: with the path, and a list of all that is wrong.
         """
-        safetensors = _library("safetensors.numpy")
-        tokenizers = _library("tokenizers")
+        tokenizers = require("tokenizers", "explain", "MiniLM")
         where = package_folder() if folder is None else Path(folder)
         missing = [name for name in FILES if not (where / name).is_file()]
         if missing:
@@ -222,27 +221,35 @@ class MiniLM:
                 + ", ".join(missing)
             )
         config = Config.read(where)
-        state = safetensors.load_file(where / "model.safetensors")
-        _check_state(state, config)
-        tokenizer = tokenizers.Tokenizer.from_file(str(where / "tokenizer.json"))
+        path = where / "model.safetensors"
+        state = files.fitted(
+            files.show(path),
+            f"the weights of {config.num_hidden_layers} BERT layers",
+            files.read_safetensors(path)[0],
+            config.shapes(),
+            FLOAT32,
+            others=_UNUSED,
+        )
+        path = where / "tokenizer.json"
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{files.show(path)}: expected a tokenizer, got {error}") from error
         # As shipped it cuts after 128 tokens and pads to as many.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if tokenizer.get_vocab_size() > config.vocab_size:
             raise ValueError(
-                f"tokenizer.json: expected at most {config.vocab_size} tokens, one for each row of "
-                f"the model's table, got {tokenizer.get_vocab_size()}"
+                f"{files.show(path)}: expected at most {config.vocab_size} tokens, one for each "
+                f"row of the model's table, got {tokenizer.get_vocab_size()}"
             )
 
-        def get(name: str) -> Float32:
-            return np.ascontiguousarray(state[name], np.float32)
-
         def norm(name: str) -> Norm:
-            return Norm(get(f"{name}.weight"), get(f"{name}.bias"), config.layer_norm_eps)
+            return Norm(state[f"{name}.weight"], state[f"{name}.bias"], config.layer_norm_eps)
 
         def dense(name: str) -> tuple[Float32, Float32]:
             # Stored as (d_out, d_in).
-            return np.ascontiguousarray(get(f"{name}.weight").T), get(f"{name}.bias")
+            return np.ascontiguousarray(state[f"{name}.weight"].T), state[f"{name}.bias"]
 
         layers = []
         for n in range(config.num_hidden_layers):
@@ -260,9 +267,9 @@ class MiniLM:
                 )
             )
         tables = (
-            get("embeddings.word_embeddings.weight"),
-            get("embeddings.position_embeddings.weight"),
-            get("embeddings.token_type_embeddings.weight"),
+            state["embeddings.word_embeddings.weight"],
+            state["embeddings.position_embeddings.weight"],
+            state["embeddings.token_type_embeddings.weight"],
         )
         first = norm("embeddings.LayerNorm")
         return cls(tokenizer, tables, first, layers, config.num_attention_heads)
@@ -450,11 +457,19 @@ class Config:
     @classmethod
     def read(cls, folder: Path) -> Config:
         """Read config.json, and refuse what would give other numbers than its maker's."""
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        path = folder / "config.json"
+        where = files.show(path)
+        found = _read_json(path)
         names = list(cls.__dataclass_fields__)
         missing = [name for name in names if name not in found]
         if missing:
-            raise ValueError(f"config.json: expected {', '.join(names)}, got no {missing}")
+            raise ValueError(f"{where}: expected {', '.join(names)}, got no {missing}")
+        try:
+            for name in names[:-1]:
+                check_count(name, found[name])
+            finite_float("layer_norm_eps", found["layer_norm_eps"], "a finite number")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
         reasons = [
             f"{name}: expected {expected!r}, got {found[name]!r}"
             for name, expected in (
@@ -469,12 +484,12 @@ class Config:
             reasons.append(f"hidden_size: expected a multiple of {heads} heads, got {d_model}")
         pooling = folder / "1_Pooling" / "config.json"
         if pooling.is_file():
-            modes = json.loads(pooling.read_text(encoding="utf-8"))
+            modes = _read_json(pooling)
             chosen = [name for name, on in modes.items() if name.startswith("pooling_mode") and on]
             if chosen != ["pooling_mode_mean_tokens"]:
                 reasons.append(f"pooling: expected ['pooling_mode_mean_tokens'], got {chosen}")
         if reasons:
-            raise ValueError(f"{folder}: " + "; ".join(reasons))
+            raise ValueError(f"{files.show(folder)}: " + "; ".join(reasons))
         return cls(**{name: found[name] for name in names})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -508,36 +523,14 @@ _UNUSED = {"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"
 """What may be there: the numbers 0, 1, 2, ..., and a head for another task."""
 
 
-def _check_state(state: Mapping[str, Array], config: Config) -> None:
-    """Raise if weights are missing, have other shapes, or are more than a model has."""
-    shapes = config.shapes()
-    missing = sorted(shapes.keys() - state.keys())
-    unexpected = sorted(state.keys() - shapes.keys() - _UNUSED)
-    if missing or unexpected:
-        raise ValueError(
-            f"model.safetensors: expected the weights of {config.num_hidden_layers} BERT layers; "
-            f"missing: {', '.join(missing) or 'none'}; "
-            f"unexpected: {', '.join(unexpected) or 'none'}"
-        )
-    wrong = [
-        f"{name}: expected shape {shape}, got {state[name].shape}"
-        for name, shape in shapes.items()
-        if state[name].shape != shape
-    ]
-    if wrong:
-        raise ValueError("model.safetensors: " + "; ".join(wrong))
-
-
-def _library(name: str) -> ModuleType:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.split(".")[0]
-        raise ImportError(
-            f"MiniLM: expected the library {package}, got none that can be imported ({error}); "
-            'install it with pip install "nattn[explain]"',
-            name=package,
-        ) from error
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{files.show(path)}: expected JSON, got {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{files.show(path)}: expected an object of JSON, got {_show(found)}")
+    return found
 
 
 def package_folder() -> Path:

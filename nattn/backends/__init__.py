@@ -1,13 +1,15 @@
 """Three siblings that compute attention, each behind one door.
 
-A door is a module that is imported when it is first asked for. It says what it offers in `OFFERS`,
-has a function for each of these names, and says why it cannot do a call in
-``refusals(problem, task)``: a reason for everything that is in the way, none if it can. Nobody
-above reaches past a door. A new backend is one folder, and one line here.
+A backend is `nattn.backends.NAME`, its face, which is quickly imported: `OFFERS` says which tasks
+it has, and ``refusals(problem, task, arrays)`` why it cannot do a call, a reason for everything
+that is in the way. Its door is a module that is imported when it is first asked for, with a
+function for each of these tasks. Nobody above reaches past a door, or knows what a backend cannot
+do. A new backend is one folder, and one line here.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 from types import ModuleType
@@ -18,20 +20,12 @@ from ..call.checks import check_name
 from ..call.problem import Problem
 from . import forks
 
-NAMES = ("auto", "cpu", "reference", "cuda")
-
-_FACES = {
-    "auto": "nattn.backends.cpu",
-    "cpu": "nattn.backends.cpu",
-    "cuda": "nattn.backends.cuda",
-    "reference": "nattn.backends.reference",
-}
 _DOORS = {
-    "auto": "nattn.backends.cpu.door",
     "cpu": "nattn.backends.cpu.door",
-    "cuda": "nattn.backends.cuda.door",
     "reference": "nattn.backends.reference",
+    "cuda": "nattn.backends.cuda.door",
 }
+NAMES = ("auto", *_DOORS)
 
 _loaded: dict[str, ModuleType] = {}
 _import_lock = threading.RLock()
@@ -59,7 +53,8 @@ def load(name: str) -> ModuleType:
         check_name("backend", name, NAMES)
         with _import_lock:
             try:
-                found = _loaded[name] = importlib.import_module(_DOORS[name])
+                door = _DOORS["cpu" if name == "auto" else name]
+                found = _loaded[name] = importlib.import_module(door)
             except ImportError as error:
                 if name != "cuda" or (error.name or "").split(".")[0] == "nattn":
                     raise
@@ -94,23 +89,21 @@ def choose(problem: Problem, name: str, task: str, **arrays: Any) -> ModuleType:
     NotImplementedError
         For what the backend cannot do, with every reason.
     """
-    if type(name) is not str or name not in _FACES:
+    if type(name) is not str or name not in NAMES:
         check_name("backend", name, NAMES)
-    if problem.kind is not None:
+    if problem.allocator is not None:
         if name not in ("auto", "cuda"):
             raise TypeError(
                 f"backend: expected 'auto' or 'cuda' for arrays on a GPU, got {name!r}; copy them "
                 "to host memory for it"
             )
         name = "cuda"
-    face = _faces.get(name)
-    if face is None:
-        face = _faces[name] = importlib.import_module(_FACES[name])
+    face = _face(name)
     if task not in face.OFFERS:
-        able = [x for x in NAMES if task in importlib.import_module(_FACES[x]).OFFERS]
+        able = " or ".join(repr(x) for x in NAMES if task in _face(x).OFFERS)
         raise NotImplementedError(
-            f"backend: expected {' or '.join(map(repr, able))} to {task}, got {name!r}, which has "
-            "no kernel for it; use backend='cpu' on arrays in host memory"
+            f"backend: expected {able} for the task {task!r}, got {name!r}, which does not offer "
+            "it; with arrays in host memory pass one that does"
         )
     reasons = face.refusals(problem, task, arrays)
     if reasons:
@@ -118,7 +111,9 @@ def choose(problem: Problem, name: str, task: str, **arrays: Any) -> ModuleType:
     return load(name)
 
 
-_faces: dict[str, ModuleType] = {}
+@functools.cache
+def _face(name: str) -> ModuleType:
+    return importlib.import_module(f"nattn.backends.{'cpu' if name == 'auto' else name}")
 
 
 def _classify(*args: Any) -> Any:

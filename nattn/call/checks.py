@@ -13,22 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..vectors import dtypes
 from . import device_arrays
-from .device_arrays import CudaArray, DeviceArray
+from .device_arrays import CudaArray, DeviceArray, DLPackArray
 
-Array = ArrayLike | CudaArray
-
-
+HostArray = ArrayLike | DLPackArray
+Array = HostArray | CudaArray
 Integers = int | Array
-
-
 Scale = float | np.floating[Any] | NDArray[Any]
-
-
 Window = tuple[int | None, int | None]
-
-
 Mod = Callable[..., Any]
-
 
 FAR = 1 << 59
 """Farther than any array reaches; an int64 holds the sum of fifteen such numbers."""
@@ -65,7 +57,7 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
     """Convert what NumPy converts faithfully to an ndarray; refuse the rest."""
     if type(value) is np.ndarray:
         return value
-    if isinstance(value, np.ma.MaskedArray):
+    if _is_masked(value):
         raise TypeError(
             f"{name}: expected a plain array, got a masked array, whose mask would be ignored; "
             "pass .data, and what is visible as the argument mask"
@@ -78,10 +70,39 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
             f"{name}: expected a NumPy array, got a torch tensor; pass {name}.detach().numpy(), "
             "which shares its memory"
         )
+    if _has_dlpack_alone(value):
+        return _from_dlpack(name, value)
     try:
         return np.asarray(value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: expected an array, got {show(value)}: {error}") from error
+
+
+def _is_masked(value: Any) -> bool:
+    """Whether something is a masked array, or a list that holds one."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_masked, value))
+    return isinstance(value, np.ma.MaskedArray)
+
+
+def _has_dlpack_alone(value: Any) -> bool:
+    """Whether an array has no other way to NumPy than DLPack, which `np.asarray` does not take."""
+    kind = type(value)
+    if not (hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__")):
+        return False
+    others = ("__array__", "__array_interface__", "__array_struct__", "__buffer__")
+    return not any(hasattr(value, name) for name in others)
+
+
+def _from_dlpack(name: str, value: Any) -> NDArray[Any]:
+    """View an array in host memory through DLPack, without a copy."""
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError) as error:  # another device, a dtype that NumPy has not
+        raise TypeError(
+            f"{name}: expected an array in host memory and of NumPy's own dtypes, or on a GPU of "
+            f"NVIDIA, got {type(value).__name__} with DLPack: {error}"
+        ) from error
 
 
 def host_array(name: str, value: Any) -> NDArray[Any]:

@@ -3,7 +3,7 @@
 Shapes, strides, broadcasting, layouts and overlaps are the same questions in host memory and on a
 GPU, so a GPU array becomes a NumPy array of its device address: a `DeviceArray`, which can be
 viewed and broadcast, and raises TypeError where its numbers would be read. `describe` makes one of
-whatever library's array, and `kind_of` tells how to allocate a result of the same kind.
+whatever library's array, and `allocator_like` tells how to allocate a result of the same kind.
 
 No library for GPUs is imported here before one of its arrays is seen.
 """
@@ -32,8 +32,18 @@ class CudaArray(Protocol):
         """Address, shape, strides and type of the array."""
 
 
+class DLPackArray(Protocol):
+    """What another library can read in place: arrays of most libraries."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a capsule that describes the memory."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the kind of the device and its number."""
+
+
 @dataclass(frozen=True, eq=False)
-class Source:
+class DeviceSource:
     """Where a `DeviceArray` comes from.
 
     Attributes
@@ -46,7 +56,7 @@ class Source:
         Which GPU; None if the array does not tell.
     stream : int or None
         Handle of the stream whose work the array waits for, if its interface names one.
-    keep : object
+    keepalive : object
         What else must live as long.
     """
 
@@ -54,7 +64,7 @@ class Source:
     library: str
     device: int | None
     stream: int | None = None
-    keep: Any = None
+    keepalive: Any = None
 
     def __str__(self) -> str:
         return "on a GPU" if self.device is None else f"on GPU {self.device}"
@@ -69,11 +79,11 @@ class DeviceArray(np.ndarray):
 
     Attributes
     ----------
-    source : Source
+    source : DeviceSource
         Where it comes from.
     """
 
-    source: Source
+    source: DeviceSource
 
     __array_ufunc__ = None  # type: ignore[assignment]
 
@@ -167,7 +177,7 @@ class _Address:
 
 def _view(
     name: str,
-    source: Source,
+    source: DeviceSource,
     address: int,
     shape: Any,
     strides: Any,
@@ -224,21 +234,21 @@ def describe(name: str, value: Any) -> DeviceArray | None:
         return None
     if is_torch(value):
         return _describe_torch(name, value) if value.is_cuda else None
-    interface, trouble = None, None
+    interface, failure = None, None
     try:
         interface = value.__cuda_array_interface__
     except AttributeError:
         if getattr(type(value), "__cuda_ndarray__", False):  # of Numba's simulator
             interface = {**value.__array_interface__, "strides": value.strides}
     except Exception as error:  # of JAX for bfloat16, which DLPack can express
-        trouble = error
+        failure = error
     if interface is not None:
         return _describe_interface(name, value, interface)
     if hasattr(value, "__dlpack_device__"):
         device, number = value.__dlpack_device__()
         return _describe_dlpack(name, value, number) if device in _CUDA_OF_DLPACK else None
-    if trouble is not None:
-        raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {trouble}")
+    if failure is not None:
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {failure}")
     return None
 
 
@@ -263,7 +273,7 @@ def _describe_torch(name: str, tensor: Any) -> DeviceArray:
         raise TypeError(f"{name}: expected a tensor of real numbers, got {tensor.dtype}")
     found = dtypes.storage_dtype(dtype)
     strides = [n * found.itemsize for n in tensor.stride()]
-    source = Source(tensor, "torch", tensor.device.index)
+    source = DeviceSource(tensor, "torch", tensor.device.index)
     return _view(name, source, tensor.data_ptr(), tensor.shape, strides, found)
 
 
@@ -284,7 +294,7 @@ def _describe_interface(name: str, value: Any, interface: Any) -> DeviceArray:
             dtype = dtypes.bfloat16()
     address, readonly = interface["data"]
     library = "cupy" if _is_cupy(value) else "numba"
-    source = Source(value, library, _device(value), interface.get("stream"))
+    source = DeviceSource(value, library, _device(value), interface.get("stream"))
     shape, strides = interface["shape"], interface.get("strides")
     return _view(name, source, address or 0, shape, strides, dtype, readonly)
 
@@ -318,7 +328,7 @@ def _describe_dlpack(name: str, value: Any, device: int) -> DeviceArray:
         dtype = view.dtype
     except (BufferError, NotImplementedError) as error:
         raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {error}") from None
-    source = Source(value, "numba", device, stream=_LEGACY_STREAM, keep=view)
+    source = DeviceSource(value, "numba", device, stream=_LEGACY_STREAM, keepalive=view)
     strides = view.strides
     if strides is not None:
         strides = [n * dtype.itemsize for n in strides]
@@ -329,16 +339,16 @@ def _describe_dlpack(name: str, value: Any, device: int) -> DeviceArray:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class Allocator:
     """How the results of a call with device arrays are made: like its q.
 
     Attributes
     ----------
-    source : Source
+    source : DeviceSource
         Where q comes from.
     """
 
-    source: Source
+    source: DeviceSource
 
     @property
     def name(self) -> str:
@@ -388,9 +398,9 @@ def on_device(number: int | None) -> AbstractContextManager[Any]:
     return found
 
 
-def kind_of(x: DeviceArray) -> Kind:
+def allocator_like(x: DeviceArray) -> Allocator:
     """Return how to make arrays like the one that a view describes."""
-    return Kind(x.source)
+    return Allocator(x.source)
 
 
 def copied(x: DeviceArray) -> NDArray[Any]:
@@ -411,7 +421,7 @@ def copied(x: DeviceArray) -> NDArray[Any]:
     return np.ndarray(x.shape, x.dtype, data, offset, x.strides).copy()
 
 
-def _bytes(source: Source, address: int, size: int) -> bytes:
+def _bytes(source: DeviceSource, address: int, size: int) -> bytes:
     """Copy memory of a GPU."""
     cuda = importlib.import_module("numba.cuda")
     if not hasattr(cuda, "from_cuda_array_interface"):  # its simulator keeps all in host memory

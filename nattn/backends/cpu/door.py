@@ -10,10 +10,10 @@ import numpy as np
 from ...functions import binding, masks, mods
 from ...vectors.lanes import Tile
 from . import score, tiles
+from .cache import cache_folder, clear_cache
 from .classify import classify, classify_worker
 from .forward import forward_worker
 from .gelu import gelu
-from .jit import cache_folder, clear_cache
 from .jobs import thread_count
 from .launch import forward
 from .launch_backward import backward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...call.device_arrays import DeviceArray
+from ...call.device_arrays import DeviceArray, describe
 from ...call.problem import Problem
 
 OFFERS = frozenset(("forward", "backward"))
@@ -23,7 +23,8 @@ def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
     task : str
         One of `OFFERS`.
     arrays : dict
-        Further arrays that the task reads or writes, by name.
+        Further arrays that the task reads or writes, by name, as the caller passed them or as
+        views.
     """
     p, reasons = problem, []
     for name, n in (("q", p.group * p.Nq), ("k", p.Nk)):
@@ -32,6 +33,8 @@ def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
     read = {"q": p.q, "k": p.k, "v": p.v, "mask": p.mask, "bias": p.bias, **arrays}
     for name, x in read.items():
         # A GPU faults where an element straddles its place; copies of host arrays lie well.
+        if p.allocator is not None and x is not None and not isinstance(x, DeviceArray):
+            x = describe(name, x)
         if not isinstance(x, DeviceArray) or not x.size:
             continue
         if any(n % x.itemsize for n in (x.ctypes.data, *x.strides)):

@@ -1,4 +1,4 @@
-"""Arrays on the device: the numbers of a call, its copies of host arrays, scratch, streams.
+"""Arrays on the device: a call's copies of host arrays, its buffers, its stream.
 
 In the simulator the device's memory is the host's.
 """
@@ -16,7 +16,7 @@ from ...call.device_arrays import DeviceArray
 from .target import SIMULATED, Kernel, load, record, store
 
 
-class Memory:
+class DeviceMemory:
     """What one call holds on the device, on one stream.
 
     Parameters
@@ -28,22 +28,22 @@ class Memory:
     def __init__(self, stream: int = 0) -> None:
         self.handle = stream
         self.stream: Any = cuda.external_stream(stream) if stream and not SIMULATED else 0
-        self._kept: list[Any] = []
+        self._keepalive: list[Any] = []
 
     def upload(self, array: NDArray[Any]) -> int:
         """Return the address of a contiguous copy of a host array; that of a device array."""
         if isinstance(array, DeviceArray):
-            self._kept.append(array)
+            self._keepalive.append(array)
             return int(array.ctypes.data)
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if SIMULATED:
             copy = np.empty(raw.size + 16, np.uint8)
             start = -copy.ctypes.data % 16  # as a GPU aligns what it allocates
             copy[start : start + raw.size] = raw
-            self._kept.append(copy)
+            self._keepalive.append(copy)
             return int(copy.ctypes.data) + start
         device = cuda.to_device(raw, stream=self.stream) if raw.size else None
-        self._kept.append(device)
+        self._keepalive.append(device)
         return _address(device)
 
     def view(self, array: NDArray[Any]) -> tuple[int, tuple[int, ...]]:
@@ -60,32 +60,32 @@ class Memory:
         )
         return self.upload(copy), strides
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Scratch:
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceBuffer:
         """Return an uninitialised contiguous array."""
-        made = Scratch(self, shape, np.dtype(dtype))
-        self._kept.append(made)
+        made = DeviceBuffer(self, shape, np.dtype(dtype))
+        self._keepalive.append(made)
         return made
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Scratch:
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceBuffer:
         """Return a contiguous array of zeros."""
         made = self.empty(shape, dtype)
         made.clear()
         return made
 
 
-class Scratch:
+class DeviceBuffer:
     """A contiguous array on the device."""
 
-    def __init__(self, memory: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, memory: DeviceMemory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.shape, self.dtype, self._stream = shape, dtype, memory.stream
         self.strides = tuple(np.cumprod([dtype.itemsize, *shape[:0:-1]])[::-1].tolist())
         size = int(np.prod(shape)) * dtype.itemsize
         if SIMULATED:
             self._array: Any = np.empty(size, np.uint8)
-            self.address = int(self._array.ctypes.data) if size else 0
+            self.ptr = int(self._array.ctypes.data) if size else 0
         else:
             self._array = cuda.device_array(size, np.uint8, stream=self._stream) if size else None
-            self.address = _address(self._array)
+            self.ptr = _address(self._array)
 
     def clear(self) -> None:
         """Set all elements to 0."""
@@ -116,28 +116,28 @@ def _address(array: Any) -> int:
     return int(array.__cuda_array_interface__["data"][0])
 
 
-class Numbers:
+class SmallArrays:
     """Small host arrays that reach the device together, in one copy."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
-        self._parts: list[NDArray[np.uint8]] = []
+        self._chunks: list[NDArray[np.uint8]] = []
         self._size = 0
 
     def add(self, array: NDArray[Any]) -> int:
         """Add an array; return its place, from where `upload` says that they begin."""
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         at = self._size
-        self._parts += [raw, np.zeros(-raw.size % 16, np.uint8)]
+        self._chunks += [raw, np.zeros(-raw.size % 16, np.uint8)]
         self._size += raw.size + -raw.size % 16
         return at
 
     def upload(self) -> int:
         """Return the address at which they begin."""
-        return self._memory.upload(np.concatenate(self._parts))
+        return self._memory.upload(np.concatenate(self._chunks))
 
 
-COPY_ARGS = record("CopyArgs", ("to", "B", "H", "N", "source", "b", "h", "n"))
+COPY_ARGS = record("CopyArgs", ("to_ptr", "B", "H", "N", "from_ptr", "b", "h", "n"))
 """Address of a contiguous (B, H, N) array; address and byte strides of what is copied there."""
 
 
@@ -150,8 +150,8 @@ def copy_kernel(name: str) -> Kernel:
 
     def kernel(a):
         index = cuda.blockIdx.x
-        source = a.source + index // a.H * a.b + index % a.H * a.h
+        row_ptr = a.from_ptr + index // a.H * a.b + index % a.H * a.h
         for n in range(cuda.threadIdx.x, a.N, threads):
-            write(a.to + (index * a.N + n) * itemsize, read(source + n * a.n))
+            write(a.to_ptr + (index * a.N + n) * itemsize, read(row_ptr + n * a.n))
 
     return Kernel(kernel, threads)

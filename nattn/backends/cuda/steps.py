@@ -15,7 +15,7 @@ from typing import Any
 from numba import cuda, types
 
 from .target import copy_group, device, is_hidden, load, load4, store
-from .tiles import Tile
+from .tiles import BlockTile
 
 PAD = 4
 """Elements between rows in shared memory: what is written transposed falls on different banks."""
@@ -39,70 +39,71 @@ def owned(count: int, lanes: int) -> Any:
 
 
 @functools.cache
-def stager(storage: str, threads: int, count: int, depth: int, wide: bool) -> Any:
+def stager(tile: BlockTile, n_rows: int) -> Any:
     """Return what copies a chunk of rows into shared memory, columns first.
 
-    ``stage(to, at, lead, base, heads, rows, stride_h, stride_n, stride_d, d0, D, t)`` writes
-    element ``d0 + d`` of row n to ``to[at + d * lead + n]``: 0 past D, and for what ``rows[n] < 0``
-    says is not there. Row n begins at byte ``base + heads[n] * stride_h + rows[n] * stride_n``.
+    ``stage(to, at, lead, source, d0, D, t)`` writes element ``d0 + d`` of row n of `source`, which
+    are `Rows`, to ``to[at + d * lead + n]``: 0 past D, and for rows that are not there.
     """
-    quads = depth // 4
-    total = count * quads
-    read, read4 = load(storage), load4(storage)
-    zero = getattr(types, "float64" if storage == "float64" else "float32")(0.0)
+    threads, wide, quads = tile.threads, tile.wide, tile.depth // 4
+    total = n_rows * quads
+    read, read4 = load(tile.storage), load4(tile.storage)
+    zero = getattr(types, tile.dtype)(0.0)
 
-    def stage(to, at, lead, base, heads, rows, stride_h, stride_n, stride_d, d0, D, t):
+    def stage(to, at, lead, source, d0, D, t):
         for e in range(t, total, threads):
             n = e // quads
             d = e % quads * 4
-            place = at + d * lead + n
-            row = rows[n]
+            index = at + d * lead + n
+            row = source.rows[n]
             first = d0 + d
-            address = base + heads[n] * stride_h + row * stride_n + first * stride_d
+            row_ptr = source.ptr + source.heads[n] * source.stride_h + row * source.stride_n
+            address = row_ptr + first * source.stride_d
             if wide and row >= 0 and first + 4 <= D:
                 four = read4(address)
-                to[place] = four[0]
-                to[place + lead] = four[1]
-                to[place + 2 * lead] = four[2]
-                to[place + 3 * lead] = four[3]
+                to[index] = four[0]
+                to[index + lead] = four[1]
+                to[index + 2 * lead] = four[2]
+                to[index + 3 * lead] = four[3]
             else:
                 for m in range(4):
                     value = zero
                     if row >= 0 and first + m < D:
-                        value = read(address + m * stride_d)
-                    to[place + m * lead] = value
+                        value = read(address + m * source.stride_d)
+                    to[index + m * lead] = value
 
     return device(stage)
 
 
 @functools.cache
-def row_stager(storage: str, threads: int, depth: int, width: int, wide: bool) -> Any:
+def row_stager(tile: BlockTile) -> Any:
     """Return what copies a chunk of rows into shared memory as they are.
 
-    ``stage(to, base, heads, rows, first, stride_h, stride_n, stride_d, d0, D, t)`` writes element
-    ``d0 + d`` of row ``first + n`` to ``to[n * width + d]``, as `stager` does, and returns whether
-    something that it read is not finite.
+    ``stage(to, source, first, d0, D, t)`` writes element ``d0 + d`` of row ``first + n`` to
+    ``to[n * width + d]``, as `stager` does, and returns whether something that it read is not
+    finite.
     """
-    quads = width // 4
-    total = depth * quads
-    read, read4 = load(storage), load4(storage)
-    zero = getattr(types, "float64" if storage == "float64" else "float32")(0.0)
+    threads, wide, width, quads = tile.threads, tile.wide, tile.width, tile.width // 4
+    total = tile.depth * quads
+    read, read4 = load(tile.storage), load4(tile.storage)
+    zero = getattr(types, tile.dtype)(0.0)
 
-    def stage(to, base, heads, rows, first, stride_h, stride_n, stride_d, d0, D, t):
+    def stage(to, source, first, d0, D, t):
         odd = False
         for e in range(t, total, threads):
             n = e // quads
             d = e % quads * 4
-            place = n * width + d
-            row = rows[first + n]
+            index = n * width + d
+            row = source.rows[first + n]
             column = d0 + d
-            address = base + heads[first + n] * stride_h + row * stride_n + column * stride_d
+            row_ptr = source.ptr + source.heads[first + n] * source.stride_h + row * source.stride_n
+            address = row_ptr + column * source.stride_d
             if wide and row >= 0 and column + 4 <= D:
                 four = read4(address)
-                to[place] = four[0]
-                to[place + 1] = four[1]
-                to[place + 2] = four[2]
-                to[place + 3] = four[3]
+                to[index] = four[0]
+                to[index + 1] = four[1]
+                to[index + 2] = four[2]
+                to[index + 3] = four[3]
                 # 0 times a finite number is 0; one sum tells for all four
                 rest = (four[0] * zero + four[1] * zero) + (four[2] * zero + four[3] * zero)
                 odd = odd or rest != zero
@@ -110,8 +111,8 @@ def row_stager(storage: str, threads: int, depth: int, width: int, wide: bool) -
                 for m in range(4):
                     value = zero
                     if row >= 0 and column + m < D:
-                        value = read(address + m * stride_d)
-                    to[place + m] = value
+                        value = read(address + m * source.stride_d)
+                    to[index + m] = value
                     odd = odd or value * zero != zero
         return odd
 
@@ -119,7 +120,7 @@ def row_stager(storage: str, threads: int, depth: int, width: int, wide: bool) -
 
 
 @functools.cache
-def products(tile: Tile) -> SimpleNamespace:
+def products(tile: BlockTile) -> SimpleNamespace:
     """Return the register-tile products of a tile, and who owns what.
 
     Returns
@@ -211,13 +212,13 @@ def products(tile: Tile) -> SimpleNamespace:
     def put_rows(storage):
         write = store(storage)
 
-        def put(acc, places, stride, first, end, tx):
+        def put(acc, row_ptrs, stride, first, end, tx):
             for j in range(RD):
                 column = first + of_width(tx, j)
                 if column < end:
                     for i in range(RM):
-                        if places[i] != 0:
-                            write(places[i] + column * stride, acc[i * RD + j])
+                        if row_ptrs[i] != 0:
+                            write(row_ptrs[i] + column * stride, acc[i * RD + j])
 
         return device(put)
 
@@ -241,56 +242,53 @@ def products(tile: Tile) -> SimpleNamespace:
 
 
 @functools.cache
-def score_product(tile: Tile) -> Any:
+def score_product(tile: BlockTile) -> Any:
     """Return what writes a tile of products of rows of two arrays to shared memory.
 
-    ``product(s, x, stage, scale, D, rows, columns, ty, tx, t)`` writes ``scale * sum_d row[d] *
-    column[d]`` to x, through s and `stage`. Rows and columns are what `stager` takes, from `base`
-    to `stride_d`. Threads must meet before x is read, and where D may be 0 before it is written.
+    ``product(s, x, stage, scale, D, rows, columns, place)`` writes ``scale * sum_d row[d] *
+    column[d]`` to x, through s and `stage`. Rows and columns are `Rows`, and place is a `Place`.
+    Threads must meet before x is read, and where D may be 0 before it is written.
     """
     depth, second = tile.depth, tile.depth * (tile.rows + PAD)
     lead_a, lead_b = tile.rows + PAD, tile.columns + PAD
     p = products(tile)
     n_scores, clear, multiply, put_scores = p.RM * p.RN, p.clear, p.multiply, p.put_scores
-    stage_a = stager(tile.storage, tile.threads, tile.rows, depth, tile.wide)
-    stage_b = stager(tile.storage, tile.threads, tile.columns, depth, tile.wide)
+    stage_a, stage_b = stager(tile, tile.rows), stager(tile, tile.columns)
 
-    def product(s, x, stage, scale, D, rows, columns, ty, tx, t):
-        a, a_heads, a_rows, a_h, a_n, a_d = rows
-        b, b_heads, b_rows, b_h, b_n, b_d = columns
+    def product(s, x, stage, scale, D, rows, columns, place):
         clear(s, n_scores)
         for d0 in range(0, D, depth):
             cuda.syncthreads()
-            stage_a(stage, 0, lead_a, a, a_heads, a_rows, a_h, a_n, a_d, d0, D, t)
-            stage_b(stage, second, lead_b, b, b_heads, b_rows, b_h, b_n, b_d, d0, D, t)
+            stage_a(stage, 0, lead_a, rows, d0, D, place.t)
+            stage_b(stage, second, lead_b, columns, d0, D, place.t)
             cuda.syncthreads()
-            multiply(s, stage, ty, tx)
-        put_scores(x, s, scale, ty, tx)
+            multiply(s, stage, place.ty, place.tx)
+        put_scores(x, s, scale, place.ty, place.tx)
 
     return device(product)
 
 
 @functools.cache
-def weighted_sum(tile: Tile) -> Any:
+def weighted_sum(tile: BlockTile) -> Any:
     """Return what adds products of a tile x with the rows of an array to a thread's sums.
 
-    ``add(acc, x, stage, base, heads, rows, stride_h, stride_n, stride_d, d0, D, ty, tx, t)`` makes
-    ``acc[i, j] += sum_n x[n, i] * row[n, d0 + j]`` over all columns n of a tile, leaving out where
-    x is -0.0. Rows are what `row_stager` takes. Threads meet before x or `stage` is used again.
+    ``add(acc, x, stage, rows, d0, D, place)`` makes ``acc[i, j] += sum_n x[n, i] * row[n, d0 + j]``
+    over all columns n of a tile, leaving out where x is -0.0. Threads meet before x or `stage` is
+    used again.
     """
     columns, depth = tile.columns, tile.depth
     p = products(tile)
     accumulate, accumulate_visible = p.accumulate, p.accumulate_visible
-    stage_rows = row_stager(tile.storage, tile.threads, depth, tile.width, tile.wide)
+    stage_rows = row_stager(tile)
 
-    def add(acc, x, stage, base, heads, rows, stride_h, stride_n, stride_d, d0, D, ty, tx, t):
+    def add(acc, x, stage, rows, d0, D, place):
         for n0 in range(0, columns, depth):
-            odd = stage_rows(stage, base, heads, rows, n0, stride_h, stride_n, stride_d, d0, D, t)
+            odd = stage_rows(stage, rows, n0, d0, D, place.t)
             # Only what is not finite makes more of 0 than 0.
             if cuda.syncthreads_or(types.int32(odd)):
-                accumulate_visible(acc, x, n0, stage, ty, tx)
+                accumulate_visible(acc, x, n0, stage, place.ty, place.tx)
             else:
-                accumulate(acc, x, n0, stage, ty, tx)
+                accumulate(acc, x, n0, stage, place.ty, place.tx)
             cuda.syncthreads()
 
     return device(add)
@@ -311,13 +309,13 @@ def tree_sum(threads: int) -> Any:
     return device(add_up)
 
 
-def stage_size(tile: Tile) -> int:
+def stage_size(tile: BlockTile) -> int:
     """Return the elements of shared memory for what `products` works on, but for x."""
     two = tile.depth * (tile.rows + PAD + tile.columns + PAD)
     return max(two, tile.depth * tile.width)
 
 
-def scores_size(tile: Tile) -> int:
+def scores_size(tile: BlockTile) -> int:
     """Return the elements of shared memory for x, one tile of scores."""
     return tile.columns * (tile.rows + PAD)
 

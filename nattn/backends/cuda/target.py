@@ -2,8 +2,8 @@
 
 A kernel is a plain Python function over ints and floats. It reaches memory by byte address, as the
 CPU's kernels do, through the functions below. Compiled, they are a few LLVM instructions; in
-numba-cuda's simulator, which runs kernels as plain Python and has no intrinsics, each has a twin
-that reads the same bytes with ctypes. Helpers of kernels are made with `device`.
+numba-cuda's simulator, which runs kernels as plain Python and has no intrinsics, each is its twin
+in `twins`. Helpers of kernels are made with `device`.
 
 float16 and bfloat16 are storage: what is read of them is a float32, and what is written is rounded
 to the nearest, halves to even.
@@ -11,10 +11,8 @@ to the nearest, halves to even.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
-import sys
 import threading
 import warnings
 from collections import namedtuple
@@ -23,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from llvmlite import ir
 from numba import cuda, types
 from numba.core import config
@@ -31,29 +28,15 @@ from numba.core.errors import NumbaPerformanceWarning
 
 from ...vectors import elementary
 from ...vectors.vector import I32, I64, Vector
+from . import twins
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 """Whether kernels run as plain Python, on the host's memory."""
 
-_turn = threading.Lock()
+_configuring = threading.Lock()
 
 if SIMULATED:
-    # The simulator looks for a shared array and makes it in two steps: two threads of a block that
-    # do so at once get one each, and share nothing. Here they take turns. It refuses to align one.
-    from numba.cuda.simulator import kernelapi
-    from numba.np import numpy_support
-
-    def _shared_array(self, shape, dtype, alignment=None):
-        caller = sys._getframe(1)
-        place = caller.f_code.co_filename, caller.f_lineno
-        with _turn:
-            found = self._allocations.get(place)
-            if found is None:
-                found = np.empty(shape, numpy_support.as_dtype(dtype))
-                self._allocations[place] = found
-        return found
-
-    kernelapi.FakeCUDAShared.array = _shared_array
+    twins.make_shared_arrays_once()
 
 STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """How floats may be stored, and the bytes that one takes."""
@@ -114,18 +97,14 @@ class Kernel:
     def launch(self, grid: tuple[int, ...], args: Any, stream: Any) -> None:
         """Run it on a grid of blocks, after what the stream already holds."""
         if not SIMULATED:
-            with _turn, warnings.catch_warnings():
+            with _configuring, warnings.catch_warnings():
                 # that few blocks leave most of a GPU idle: a short call is no mistake
                 warnings.simplefilter("ignore", NumbaPerformanceWarning)
                 configured = self._compiled[grid, self.threads, stream]
             configured(args)
             return
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(5e-5)  # its scheduler spins while it waits: four times faster so
-        try:
+        with twins.quick_switches():
             self._compiled[grid, self.threads](args)
-        finally:
-            sys.setswitchinterval(interval)
 
     def ptx(self, args: Any, cc: tuple[int, int]) -> str:
         """Compile it for a compute capability; this takes no GPU and no driver."""
@@ -207,7 +186,7 @@ def load(storage: str) -> Any:
 
         return to(types.int64), codegen
 
-    return _intrinsic(emit, functools.partial(_twin_load, storage))
+    return _intrinsic(emit, twins.load(storage))
 
 
 @functools.cache
@@ -219,16 +198,12 @@ def load4(storage: str) -> Any:
     def emit(typingctx, address):
         def codegen(context, b, sig, args):
             four = _read(b, args[0], ty, align)
-            parts = [_decode(b, b.extract_element(four, I32(n)), storage) for n in range(4)]
-            return context.make_tuple(b, to, parts)
+            floats = [_decode(b, b.extract_element(four, I32(n)), storage) for n in range(4)]
+            return context.make_tuple(b, to, floats)
 
         return to(types.int64), codegen
 
-    def twin(address: int) -> tuple[Any, ...]:
-        size = STORAGE[storage]
-        return tuple(_twin_load(storage, address + n * size) for n in range(4))
-
-    return _intrinsic(emit, twin)
+    return _intrinsic(emit, twins.load4(storage, STORAGE[storage]))
 
 
 @functools.cache
@@ -244,22 +219,22 @@ def store(storage: str) -> Any:
 
         return types.void(types.int64, x), codegen
 
-    return _intrinsic(emit, functools.partial(_twin_store, storage))
+    return _intrinsic(emit, twins.store(storage))
 
 
-def _integer_reader(ty: Any, to: Any, twin: Any) -> Any:
+def _integer_reader(ty: Any, twin: Any) -> Any:
     def emit(typingctx, address):
         def codegen(context, b, sig, args):
             value = _read(b, args[0], ty, ty.width // 8)
             return value if ty is I64 else b.zext(value, I64)
 
-        return to(types.int64), codegen
+        return types.int64(types.int64), codegen
 
-    return _intrinsic(emit, lambda address: np.int64(twin.from_address(int(address)).value))
+    return _intrinsic(emit, twin)
 
 
-read_int64 = _integer_reader(I64, types.int64, ctypes.c_int64)
-read_uint8 = _integer_reader(ir.IntType(8), types.int64, ctypes.c_uint8)
+read_int64 = _integer_reader(I64, twins.read_int64)
+read_uint8 = _integer_reader(ir.IntType(8), twins.read_uint8)
 
 
 def _emit_write_int64(typingctx, address, x):
@@ -271,42 +246,7 @@ def _emit_write_int64(typingctx, address, x):
     return types.void(types.int64, x), codegen
 
 
-def _twin_write_int64(address: int, x: int) -> None:
-    ctypes.c_int64.from_address(int(address)).value = int(x)
-
-
-write_int64 = _intrinsic(_emit_write_int64, _twin_write_int64)
-
-
-def _twin_load(storage: str, address: int) -> Any:
-    if storage == "float64":
-        return np.float64(ctypes.c_double.from_address(int(address)).value)
-    if storage == "float32":
-        return np.float32(ctypes.c_float.from_address(int(address)).value)
-    bits = ctypes.c_uint16.from_address(int(address)).value
-    if storage == "bfloat16":
-        return np.uint32(bits << 16).view(np.float32)
-    return np.float32(np.uint16(bits).view(np.float16))
-
-
-def _twin_store(storage: str, address: int, x: Any) -> None:
-    if storage == "float64":
-        ctypes.c_double.from_address(int(address)).value = float(x)
-        return
-    with np.errstate(over="ignore"):
-        x = np.float32(x)
-        if storage == "float32":
-            ctypes.c_float.from_address(int(address)).value = x
-            return
-        bits = int(np.float16(x).view(np.uint16) if storage == "float16" else _bfloat16_bits(x))
-    ctypes.c_uint16.from_address(int(address)).value = bits
-
-
-def _bfloat16_bits(x: Any) -> int:
-    bits = int(np.float32(x).view(np.uint32))
-    if x != x:
-        return bits >> 16 | 0x40
-    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16) & 0xFFFF
+write_int64 = _intrinsic(_emit_write_int64, twins.write_int64)
 
 
 # Arrays within a kernel
@@ -336,11 +276,7 @@ def copy_group(count: int) -> Any:
 
         return types.void(to, n, shared, at), codegen
 
-    def twin(to: Any, n: int, shared: Any, at: int) -> None:
-        for m in range(count):
-            to[n + m] = shared[at + m]
-
-    return _intrinsic(emit, twin)
+    return _intrinsic(emit, twins.copy_group(count))
 
 
 def _emit_is_hidden(typingctx, x):
@@ -351,7 +287,7 @@ def _emit_is_hidden(typingctx, x):
     return types.boolean(x), codegen
 
 
-is_hidden = _intrinsic(_emit_is_hidden, lambda x: bool(x == 0 and np.signbit(x)))
+is_hidden = _intrinsic(_emit_is_hidden, twins.is_hidden)
 """Tell whether a number is -0.0, which stands for a pair that is hidden."""
 
 
@@ -378,11 +314,4 @@ def exp2(dtype: str) -> Any:
 
         return of(of), codegen
 
-    number = getattr(np, dtype)
-    tiny = np.finfo(number).tiny
-
-    def twin(x: Any) -> Any:
-        y = np.exp2(number(x))
-        return number(0) if y < tiny else y
-
-    return _intrinsic(emit, twin)
+    return _intrinsic(emit, twins.exp2(dtype))

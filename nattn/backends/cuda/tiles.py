@@ -8,7 +8,7 @@ from .target import SIMULATED
 
 
 @dataclass(frozen=True)
-class Tile:
+class BlockTile:
     """How a block is cut.
 
     Threads form a grid of `ty` times `tx`. Each owns ``rows / ty`` times ``columns / tx`` scores
@@ -57,7 +57,7 @@ class Tile:
         return 8 if self.storage == "float64" else 4
 
     @property
-    def parts(self) -> int:
+    def threads_per_row(self) -> int:
         """Threads that share a row where one thread changes the scores of a row."""
         return self.threads // self.rows
 
@@ -69,7 +69,7 @@ def rounded(D: int) -> int:
     return next((n for n in (32, 64, 96, 128, 192) if n >= D), 256)
 
 
-def query_tile(storage: str, Dv: int, wide: bool, few: bool) -> Tile:
+def query_tile(storage: str, Dv: int, wide: bool, few: bool) -> BlockTile:
     """Return how blocks are cut that own queries, in the forward pass.
 
     Parameters
@@ -96,14 +96,14 @@ def query_tile(storage: str, Dv: int, wide: bool, few: bool) -> Tile:
         sizes = (64, 64, 16, 8, 8) if width <= 64 else (64, 64, 16, 16, 8)
         if width > 128:
             sizes = (32, 64, 8, 16, 8)
-    return Tile(storage, *sizes, width, wide)
+    return BlockTile(storage, *sizes, width, wide)
 
 
-FEW = 2 if SIMULATED else 16
+FEW_ROWS = 2 if SIMULATED else 16
 """Query rows of a key head up to which they count as few."""
 
 
-def span(kv_len: int) -> int:
+def split_keys(kv_len: int) -> int:
     """Return how many keys of an item one block streams where queries are few.
 
     By the item's own length alone, so that its bits depend on nothing else; at most 64 blocks.
@@ -116,7 +116,7 @@ def span(kv_len: int) -> int:
 # The backward pass: two tiles of scores in shared memory
 
 
-def row_tile(storage: str, D: int, wide: bool) -> Tile:
+def row_tile(storage: str, D: int, wide: bool) -> BlockTile:
     """Return how blocks are cut that own queries, for the gradient of q."""
     width = rounded(D)
     if SIMULATED:
@@ -125,10 +125,10 @@ def row_tile(storage: str, D: int, wide: bool) -> Tile:
         sizes = (64, 64, 8, 16, 16) if width <= 128 else (64, 64, 16, 16, 8)
     else:
         sizes = (32, 64, 8, 16, 8 if width <= 128 else 4)
-    return Tile(storage, *sizes, width, wide)
+    return BlockTile(storage, *sizes, width, wide)
 
 
-def key_tile(storage: str, D: int, wide: bool) -> Tile:
+def key_tile(storage: str, D: int, wide: bool) -> BlockTile:
     """Return how blocks are cut that own keys; D is the larger of both head dimensions.
 
     A thread holds its sums for dk and for dv: more than 128 columns, or 64 of float64, go in
@@ -142,17 +142,17 @@ def key_tile(storage: str, D: int, wide: bool) -> Tile:
         sizes = (64, 64, 8, 16, 16) if width <= 64 else (64, 64, 16, 16, 16)
         if storage == "float64":
             sizes = (32, 64, 8, 16, 8)
-    return Tile(storage, *sizes, width, wide)
+    return BlockTile(storage, *sizes, width, wide)
 
 
-def pair_tile(storage: str, wide: bool) -> Tile:
+def pair_tile(storage: str, wide: bool) -> BlockTile:
     """Return how blocks are cut that own pairs of queries and keys, for the gradient of a bias."""
     if SIMULATED:
         sizes = (4, 4, 2, 2, 4)
     else:
         # Of float64 4 x 4 scores and as many sums would be more than registers hold.
         sizes = (64, 64, 16, 16, 16) if storage != "float64" else (32, 32, 8, 16, 8)
-    return Tile(storage, *sizes, 4 * sizes[3], wide)
+    return BlockTile(storage, *sizes, 4 * sizes[3], wide)
 
 
 DELTA_ROWS, DELTA_LANES = (2, 2) if SIMULATED else (16, 8)

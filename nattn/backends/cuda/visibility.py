@@ -5,8 +5,8 @@ from __future__ import annotations
 from .target import device, read_int64
 
 FIELDS = (
-    # int64 (B,): position of row 0, lengths
-    *("q_offset", "q_lens", "kv_lens"),
+    # addresses of int64 (B,): position of row 0, lengths
+    *("q_offset_ptr", "q_lens_ptr", "kv_lens_ptr"),
     # 0 or 1; keys to the left and to the right of a row's position, -1 where that is open
     *("causal", "left", "right"),
 )
@@ -19,14 +19,14 @@ def keys_of(a, b, i):
 
     None are left to what is no row: ``i < 0``, or past the item's last.
     """
-    pos = i + read_int64(a.q_offset + 8 * b)
+    pos = i + read_int64(a.q_offset_ptr + 8 * b)
     lo = 0 if a.left < 0 else max(0, pos - a.left)
-    hi = read_int64(a.kv_lens + 8 * b)
+    hi = read_int64(a.kv_lens_ptr + 8 * b)
     if a.causal:
         hi = min(hi, pos + 1)
     if a.right >= 0:
         hi = min(hi, pos + a.right + 1)
-    if i < 0 or i >= read_int64(a.q_lens + 8 * b):
+    if i < 0 or i >= read_int64(a.q_lens_ptr + 8 * b):
         hi = 0
     return pos, lo, hi
 
@@ -34,7 +34,7 @@ def keys_of(a, b, i):
 @device
 def keys_of_rows(a, b, i_first, i_last):
     """Return the keys lo <= j < hi that some of these rows may see."""
-    q_len = read_int64(a.q_lens + 8 * b)
+    q_len = read_int64(a.q_lens_ptr + 8 * b)
     _, lo, _ = keys_of(a, b, min(i_first, q_len - 1))
     _, _, hi = keys_of(a, b, min(i_last, q_len - 1))
     return lo, hi if i_first < q_len else 0
@@ -52,9 +52,23 @@ def packed_row(a, kv_head, row):
 
 
 @device
-def keys_of_packed_rows(a, b, first, count):
-    """Return the keys that some of `count` packed rows may see, or more if they span heads."""
-    last = min(first + count, a.group * a.Nq) - 1
+def keys_of_packed_rows(a, b, first, n_rows):
+    """Return the keys that some of `n_rows` packed rows may see, or more if they span heads."""
+    last = min(first + n_rows, a.group * a.Nq) - 1
     if first // a.Nq != last // a.Nq:
         return keys_of_rows(a, b, 0, a.Nq - 1)
     return keys_of_rows(a, b, first % a.Nq, last % a.Nq)
+
+
+@device
+def rows_of_keys(a, b, k_first, k_end):
+    """Return the rows lo <= i < hi of a head that may see some keys k_first <= j < k_end."""
+    offset = read_int64(a.q_offset_ptr + 8 * b)
+    lo, hi = 0, read_int64(a.q_lens_ptr + 8 * b)
+    if a.causal:
+        lo = max(lo, k_first - offset)
+    if a.right >= 0:
+        lo = max(lo, k_first - a.right - offset)
+    if a.left >= 0:
+        hi = min(hi, k_end + a.left - offset)
+    return lo, hi
