@@ -39,6 +39,7 @@ EXAMPLES = {
     "README.md": 8,
     "index.md": 4,
     "start.md": 17,
+    "arrays.md": 8,
     "functions.md": 20,
     "gradients.md": 12,
     "layers.md": 9,
