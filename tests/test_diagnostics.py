@@ -1119,5 +1119,8 @@ def test_plots_that_do_not_fit(
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="python -m pip install matplotlib"):
+    with pytest.raises(
+        ImportError,
+        match=r"the library matplotlib, got none .* python -m pip install .nattn\[demo\]",
+    ):
         plot_attention(np.zeros((2, 3)))

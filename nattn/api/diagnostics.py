@@ -19,6 +19,7 @@ from ..call import results
 from ..call.arguments import Arguments, shows_arguments
 from ..call.checks import Array, as_array, check_integer, check_name, show
 from ..call.device_arrays import DeviceArray
+from ..call.optional import require
 from ..call.problem import Problem
 
 
@@ -536,13 +537,7 @@ def _axes(
             if not hasattr(one, "imshow"):
                 raise TypeError(f"ax: expected a matplotlib Axes, got {show(one)}")
         return axes, False
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError(
-            "plot_attention: expected matplotlib, got none that can be imported "
-            f"({error}); install it with python -m pip install matplotlib"
-        ) from error
+    pyplot = require("matplotlib.pyplot", "demo", "plot_attention")
     across = min(count, 4)
     down = -(-count // across)
     largest = 8.0 if single else 3.0
