@@ -539,8 +539,9 @@ CHILD = """
 import sys
 import numpy as np
 import functools
-from nattn import functions, masks, mods
+from nattn import masks, mods
 from nattn.backends.cpu import score
+from nattn.functions import binding
 from nattn.vectors.lanes import Tile
 sys.path.insert(0, sys.argv[1])
 import users
@@ -551,8 +552,8 @@ for name, f in (
     ("mask_mod", functools.partial(masks.document, doc=np.zeros(int(sys.argv[2])))),
     ("mask_mod", masks.causal & functools.partial(masks.chunked, chunk=3)),
 ):
-    parameters = {"score_mod": functions.SCORE_MOD, "mask_mod": functions.MASK_MOD}[name]
-    score.user_function(name, functions.resolve(name, f, parameters), tile, 0, False)
+    parameters = {"score_mod": binding.SCORE_MOD, "mask_mod": binding.MASK_MOD}[name]
+    score.user_function(name, binding.resolve(name, f, parameters), tile, 0, False)
     print(name)
 """
 

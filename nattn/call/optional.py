@@ -33,10 +33,11 @@ def require(module: str, extra: str, who: str) -> Any:
     >>> require("json", "explain", "the page").loads("[1]")
     [1]
     """
+    library = module.split(".")[0]
     try:
+        importlib.import_module(library)  # a module of it may be there still when it is gone
         return importlib.import_module(module)
     except ImportError as error:
-        library = module.split(".")[0]
         raise ImportError(
             f"{who}: expected the library {library}, got none that can be imported ({error}); "
             f'install it with python -m pip install "nattn[{extra}]"',

@@ -77,11 +77,15 @@ def store_tile(typingctx: Any, tile: Any, acc: Any, address: Any, top: Any) -> A
     return types.void(tile, acc, types.int64, types.int64), codegen
 
 
+def _is_negative_zero(x: Vector) -> Vector:
+    return x.bits().cmp("<", 0) & x.cmp("==", 0.0)
+
+
 @intrinsic
 def outer_fma_visible(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) -> Any:
-    """Add an outer product as `outer_fma` does, and leave acc as it is where a[i] has a sign bit.
+    """Add an outer product as `outer_fma` does, and leave acc as it is where a[i] is -0.0.
 
-    A hidden probability is stored as -0.0. The product 0 * NaN would be NaN; this one is not made.
+    That is what is hidden, and 0 * NaN would be NaN. Negative numbers and a NaN with a sign are not.
     """
     mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
 
@@ -89,7 +93,7 @@ def outer_fma_visible(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, strid
         _, acc_, a_, x_, stride_ = args
         size = tile.tile.itemsize * to.width
         vectors = [Vector(b, emit_load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
-        hidden = [v.bits().cmp("<", 0) for v in vectors]
+        hidden = [_is_negative_zero(v) for v in vectors]
         out = acc_
         for j in range(nr):
             scalar = emit_load(b, b.add(x_, b.mul(stride_, I64(j))), LLVM[to.dtype])
@@ -109,7 +113,7 @@ def outer_fma_unless_hidden(
 ) -> Any:
     """Add an outer product as `outer_fma` does, and leave acc[j] as it is where x[j] is -0.0.
 
-    It is `outer_fma_visible` for probabilities that are the scalars. NaN may have a sign bit, too.
+    It is `outer_fma_visible` where the scalars are what may be hidden.
     """
     mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
 
@@ -121,7 +125,7 @@ def outer_fma_unless_hidden(
         for j in range(nr):
             scalar = emit_load(b, b.add(x_, b.mul(stride_, I64(j))), LLVM[to.dtype])
             spread = Vector(b, broadcast(b, scalar, to.width))
-            hidden = spread.bits().cmp("<", 0) & spread.cmp("==", 0.0)
+            hidden = _is_negative_zero(spread)
             for i in range(mv):
                 old = Vector(b, b.extract_value(acc_, j * mv + i))
                 new = hidden.where(old, vectors[i].fma(spread, old))
