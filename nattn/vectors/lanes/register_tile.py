@@ -85,7 +85,7 @@ def _is_negative_zero(x: Vector) -> Vector:
 def outer_fma_visible(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) -> Any:
     """Add an outer product as `outer_fma` does, and leave acc as it is where a[i] is -0.0.
 
-    That is what is hidden, and 0 * NaN would be NaN. Negative numbers and a NaN with a sign are not.
+    That is what is hidden; 0 * NaN would be NaN. Negative numbers and a NaN with a sign are not.
     """
     mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
 
