@@ -16,10 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba.core.errors import TypingError
 
 import nattn
 from nattn.functions import constructs
+from nattn.functions.binding import MASK_MOD, resolve
 from nattn.functions.constructs import unsupported
+from nattn.functions.on_lanes import explained
 
 Q = np.random.default_rng(0).standard_normal((2, 3, 5, 4)).astype("f4")
 
@@ -242,3 +245,14 @@ def test_it_is_refused_wherever_it_is_compiled(tmp_path: Path) -> None:
 def test_what_a_module_calls_print_is_its_own(tmp_path: Path) -> None:
     source = "def print(x):\n    return -x\ndef f(a, b, h, q_idx, kv_idx):\n    return print(a)"
     assert unsupported(define(tmp_path, source)) is None
+
+
+def test_texts_have_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba marks its texts for a terminal where a library for that is installed."""
+
+    def branching(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx if q_idx > 3 else q_idx > 3
+
+    marked = TypingError("\x1b[1mno such thing\x1b[0m")
+    tree = resolve("mask_mod", branching, MASK_MOD)
+    assert "\x1b" not in str(explained("mask_mod", tree, marked))

@@ -258,7 +258,7 @@ def explained(name: str, tree: Tree, error: Exception) -> TypeError:
 
     Numba's text holds it all: every call on the way from the line, and what each candidate said.
     """
-    text = str(error) or type(error).__name__
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)) or type(error).__name__  # no colours
     plain = [f for leaf in leaves(tree) for f in (leaf.function, *binding.helpers(leaf.function))]
     where = _place(tree, error, {f.__code__.co_filename for f in plain})
     ours = "|".join(("leaf", "negated", "both", "either", "composed", *(f.__name__ for f in plain)))
