@@ -6,13 +6,13 @@ it, so it imports nothing fast and shares no code with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..call.problem import Problem
+from ..call.progress import Progress
 from ..functions.dropout import keep
 from ..functions.on_arrays import ArrayFunction
 
@@ -32,7 +32,7 @@ def forward(
     out: NDArray[Any],
     lse: NDArray[Any],
     *,
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write the attention of a problem to `out` and `lse`.
 
@@ -74,7 +74,7 @@ def backward(
     dlse: NDArray[Any] | None,
     wrt: frozenset[str],
     *,
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Float64Array]:
     """Return the gradients of a problem, in float64.
 
@@ -161,7 +161,7 @@ def observe(
     *,
     size: tuple[int, int] | None,
     stats: bool,
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Return what there is to see of the softmax's weights, before dropout.
 

@@ -48,7 +48,7 @@ from .jit import kernel
 from .jobs import enter, job_record, leave, stopped, take_task
 from .micro import add_rows, add_values
 from .packing import KEY_BLOCK, dot_block, fetch_keys, pack_values, readable_in_place
-from .score import CONTEXT, FUNCTIONS, apply
+from .score import FUNCTIONS, apply
 from .softmax import note_hidden
 from .visibility import (
     VISIBLE,
@@ -61,7 +61,7 @@ from .visibility import (
     select_keys,
     select_tile,
 )
-from .workspace import OF_A_TILE, SHARED, lay_out
+from .workspace import OF_A_TILE, SHARED, context_of, lay_out
 
 ARGS = job_record(
     "BackwardArgs",
@@ -155,13 +155,7 @@ def backward_worker(tile, wide):
         plan = view(PLAN, a.plan_ptr)
         lay_out(scratch, plan.image_ptr, plan.image_words)
         w = view(WORK, scratch)
-        context = view(CONTEXT, w.context_ptr)
-        context.vectors, context.tile_max_ptr, context.mask_ptr = (
-            tile.MV,
-            w.tile_max_ptr,
-            a.mask_ptr,
-        )
-        context.table_ptr, context.temp_ptr = w.table_ptr, w.temp_ptr
+        context = context_of(tile, w, a.mask_ptr)
         for i in range(tile.MV):
             store(w.ones_ptr + i * tile.W * size, splat(tile, 1.0))
         block_kv, derivs = plan.block_kv, w.derivs_ptr

@@ -46,7 +46,7 @@ from .packing import (
     readable_in_place,
     write_transposed,
 )
-from .score import CONTEXT, FUNCTIONS, TILE_MAX_KNOWN, apply, lane_offsets
+from .score import FUNCTIONS, TILE_MAX_KNOWN, apply, lane_offsets
 from .softmax import mark_hidden, note_hidden, running_softmax
 from .visibility import (
     VISIBLE,
@@ -57,7 +57,7 @@ from .visibility import (
     select_keys,
     select_tile,
 )
-from .workspace import OF_A_TILE, SHARED, lay_out
+from .workspace import OF_A_TILE, SHARED, context_of, lay_out
 
 ARGS = job_record(
     "ForwardArgs",
@@ -135,13 +135,7 @@ def forward_worker(tile):
         plan = view(PLAN, a.plan_ptr)
         lay_out(scratch, plan.image_ptr, plan.image_words)
         w = view(WORK, scratch)
-        context = view(CONTEXT, w.context_ptr)
-        context.vectors, context.tile_max_ptr, context.mask_ptr = (
-            tile.MV,
-            w.tile_max_ptr,
-            a.mask_ptr,
-        )
-        context.table_ptr, context.temp_ptr = w.table_ptr, w.temp_ptr
+        context = context_of(tile, w, a.mask_ptr)
         block_kv, padded_Dv = plan.block_kv, plan.padded_Dv
         scores, alpha, tile_max = w.scores_ptr, w.alpha_ptr, w.tile_max_ptr
         while True:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...vectors.lanes import Struct, Tile, read_int64, write_int64
+from ...vectors.lanes import Struct, Tile, read_int64, view, write_int64
 from .jit import device
 from .score import CONTEXT
 
@@ -101,3 +101,13 @@ def lay_out(scratch, image_ptr, n_words):
     """Make the records of a workspace: addresses of what were offsets."""
     for n in range(n_words):
         write_int64(scratch + 8 * n, read_int64(image_ptr + 8 * n) + scratch)
+
+
+@device
+def context_of(tile, work, mask_ptr):
+    """Return what the tile functions of a workspace get, with what is the same for all tiles."""
+    context = view(CONTEXT, work.context_ptr)
+    context.vectors, context.mask_ptr = tile.MV, mask_ptr
+    context.tile_max_ptr = work.tile_max_ptr
+    context.table_ptr, context.temp_ptr = work.table_ptr, work.temp_ptr
+    return context
