@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 import nattn
 from nattn.backends import reference
-from nattn.backends.error_budget import ErrorBudget, error_budget, pair_budget, stored, sum_budget
+from nattn.backends.cpu import tiles
+from nattn.backends.error_budget import (
+    UNIT,
+    ErrorBudget,
+    error_budget,
+    pair_budget,
+    stored,
+    sum_budget,
+)
 from nattn.call.problem import WRT, Problem
 from nattn.call.results import as_bhnd
 from nattn.functions import masks, mods
@@ -471,6 +479,12 @@ def visible_pairs(p: Problem) -> NDArray[np.bool_]:
     return visible
 
 
+def weight_unit(p: Problem) -> float:
+    """Return the unit roundoff of what weights, and their gradients, are rounded to, or 0."""
+    pairs = p.storage == "bfloat16" and tiles.bfloat16_product() != "fma"
+    return UNIT["bfloat16"] if pairs else 0.0
+
+
 def budget(p: Problem, visible: NDArray[np.bool_]) -> ErrorBudget:
     """Return the error budget of every row (`nattn.backends.error_budget` derives it).
 
@@ -496,7 +510,14 @@ def budget(p: Problem, visible: NDArray[np.bool_]) -> ErrorBudget:
         v = np.where(np.isfinite(v), v, 0.0).max(axis=3, initial=0.0)
         max_v = np.where(visible, v[:, :, None, :], 0.0).max(axis=3, initial=0.0)
     return error_budget(
-        p.compute, count, score, max_v, p.D, score_error=error, dropout_p=p.dropout_p
+        p.compute,
+        count,
+        score,
+        max_v,
+        p.D,
+        score_error=error,
+        dropout_p=p.dropout_p,
+        weight_unit=weight_unit(p),
     )
 
 
@@ -666,6 +687,9 @@ def gradient_budget(t: Truth, dout: Array, dlse: Array) -> dict[str, Array]:
             ds_error += ds * (double * slope_error + u * steep)
             ds, scale = ds * steep, abs(p.scale)
             w = np.where(kept, prob * factor, 0.0)
+            # what is smaller than the smallest normal number is flushed
+            ds_error += weight_unit(p) * (ds + ds_error) + 2.0**-126 * (weight_unit(p) > 0)
+            w_error += weight_unit(p) * (w + w_error) + 2.0**-126 * (weight_unit(p) > 0)
             rows: dict[str, Any] = {
                 "q": (ds_error @ k, ds @ k, visible),
                 "k": (ds_error.T @ q, ds.T @ q, visible.T),

@@ -6,6 +6,7 @@ A scenario ends with exit status 0, or its output says what went wrong.
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import nattn
+from nattn.backends import load as load_backend
 
 CALLS: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
     # (H, Nq, Nk, D): several tiles, edges, few queries, hidden elements
@@ -327,6 +329,11 @@ def memory_of_gradients(n: int, what: str) -> None:
     print(_extra(lambda: vjp(out, wrt=wrt)))
 
 
+def show_info() -> None:
+    """Print what the CPU backend says of itself."""
+    print(json.dumps(load_backend("cpu").info()))
+
+
 SCENARIOS: dict[str, Callable[..., None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -343,6 +350,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
         memory,
         gradients_from_anywhere,
         memory_of_gradients,
+        show_info,
     )
 }
 

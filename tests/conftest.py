@@ -85,7 +85,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(
     params=[
         ("reference", "float64"),  # it computes in float64 whatever it is given
-        *(("cpu", dtype) for dtype in ("float32", "float64")),
+        *(("cpu", dtype) for dtype in ("float32", "float64", "float16", "bfloat16")),
         *(pytest.param(("cuda", dtype), marks=pytest.mark.gpu) for dtype in ("float32", "float64")),
     ],
     ids="-".join,

@@ -10,6 +10,7 @@ import pytest
 from nattn.backends.cpu import launch, launch_backward, tiles
 
 _CHOSEN = (
+    tiles.bfloat16_product,
     tiles.choose_tile,
     tiles.block_kv,
     tiles.backward_block_kv,
@@ -29,6 +30,18 @@ def tiles_of(family: str) -> Iterator[None]:
     host = tiles.cpu()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "cpu", lambda: tiles.Cpu(host.name, host.features, family))
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+@contextmanager
+def bfloat16_as(product: str) -> Iterator[None]:
+    """Multiply bfloat16 numbers as NATTN_BFLOAT16 would ask for: see `tiles.BFLOAT16_PRODUCTS`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NATTN_BFLOAT16", product)
         _forget()
         try:
             yield

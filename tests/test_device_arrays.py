@@ -738,6 +738,7 @@ def on_host(x: Any) -> Any:
 class Stand:
     """A backend that keeps the interface of the one for CUDA."""
 
+    KEEPS_EXACT = False
     usable = 0
 
     def check_usable(self) -> None:

@@ -128,7 +128,7 @@ def test_elements_from_anywhere(tile: Tile) -> None:
         return run
 
     def own(base: int, offsets: int, out: int) -> None:
-        lanes.gather_transposed(tile, tile, base, offsets, out, 2 * W * size)
+        lanes.gather_words(tile, base, offsets, out, 2 * W * size)
 
     rng = np.random.default_rng(0)
     for storage, values in STORED.items():
@@ -179,10 +179,10 @@ def test_register_tile(tile: Tile) -> None:
     def run(depth: int, a: int, x: int, stride: int, alpha: int, out: int, top: int) -> None:
         acc, seen = lanes.zeros(tile), lanes.zeros(tile)
         for n in range(depth):
-            acc = lanes.outer_fma(tile, acc, a + n * row, x + n * size, stride)
-            seen = lanes.outer_fma_visible(tile, seen, a + n * row, x + n * size, stride)
-        lanes.store_tile(tile, acc, out, top)
-        lanes.store_tile(tile, seen, out + NR * row, top + row)
+            acc = lanes.add_outer(tile, acc, a + n * row, x + n * size, stride)
+            seen = lanes.add_outer_visible(tile, seen, a + n * row, x + n * size, stride)
+        lanes.store_tile(tile, acc, out, top, 1.0)
+        lanes.store_tile(tile, seen, out + NR * row, top + row, 1.0)
         lanes.rescale_add_tile(tile, acc, out + 2 * NR * row, alpha)
 
     depth, pitch = 5, 9

@@ -94,7 +94,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         ["demo", "--threads", "1000000"],
         ["demo", "--backend", "cuda"],
         ["bench", "--rounds", "0"],
-        ["warmup", "--dtype", "float16"],
+        ["warmup", "--dtype", "float8"],
     ],
 )
 def test_a_wrong_command_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

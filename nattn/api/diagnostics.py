@@ -289,16 +289,17 @@ def key_mass(
     p = _problem(q, k, 1, args)
     one: NDArray[Any] = np.ones((), p.dtype)
     out = np.zeros((p.B, p.Hq, p.Nq, 1), p.dtype)
+    exact = np.zeros(out.shape, p.compute)  # NaN in rows whose lse is NaN, which tells enough
     found = None if lse is None else _checked_lse(p, lse)
     module = backends.choose(p, backend, "backward")
     if found is None:
         found = np.empty((p.B, p.Hq, p.Nq), p.compute)
         module.forward(p, out, found)
-        out.fill(0)  # NaN in rows whose lse is NaN, which tells enough
     dout = np.broadcast_to(one, out.shape)
-    mass: NDArray[Any] = module.backward(
-        _with_own_keys(p), dout, out, found, None, frozenset(["v"])
-    )["v"][..., 0]
+    own = _with_own_keys(p)
+    options = {"exact": True} if module.KEEPS_EXACT else {}
+    mass: NDArray[Any]
+    mass = module.backward(own, dout, exact, found, None, frozenset("v"), **options)["v"][..., 0]
     with np.errstate(all="ignore"):
         mass = np.ascontiguousarray(mass, p.compute)
     return _as_given(p, mass)

@@ -272,22 +272,35 @@ def _attend(
 ) -> Any:
     """Do what `attention` does, calling ``progress(fraction_done)`` now and then."""
     problem = Problem.build(q, k, v, **args)
-    out, lse = _forward(problem, out, return_lse, backend, progress)
+    out, lse, _ = _forward(problem, out, return_lse, backend, progress)
     return (out, lse) if return_lse else out
 
 
 def _forward(
-    problem: Problem, out: Any, return_lse: Any, backend: str, progress: Progress | None
-) -> tuple[Any, Any]:
-    """Return `out`, which is made if there is none, and lse, in the caller's rank and kind."""
+    problem: Problem,
+    out: Any,
+    return_lse: Any,
+    backend: str,
+    progress: Progress | None = None,
+    keeps_exact: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Return `out`, which is made if there is none, and lse, in the caller's rank and kind.
+
+    The third is the output that a backward pass should get: with `keeps_exact`, and where the
+    backend can, `out` before it was rounded to 16 bits.
+    """
     if out is not None:
         results.check_out(problem, out)
     check_flag("return_lse", return_lse)
     door = backends.choose(problem, backend, "forward", out=out)
     new_out, lse = results.new_results(problem, out)
     views = results.as_bhnd(problem, new_out), results.as_bhn(problem, lse)
-    door.forward(problem, *views, progress=progress)
-    return new_out, lse
+    exact = results.new_exact(problem) if keeps_exact and door.KEEPS_EXACT else None
+    if exact is None:
+        door.forward(problem, *views, progress=progress)
+        return new_out, lse, new_out
+    door.forward(problem, *views, exact=exact, progress=progress)
+    return new_out, lse, results.as_given(problem, exact)
 
 
 # Gradients
@@ -478,7 +491,7 @@ def attention_vjp(
     True
     """
     problem = Problem.build(q, k, v, **args)
-    result, lse = _forward(problem, out, return_lse, backend, None)
+    result, lse, exact = _forward(problem, out, return_lse, backend, keeps_exact=True)
 
     def vjp(
         dout: Array,
@@ -486,7 +499,7 @@ def attention_vjp(
         wrt: tuple[str, ...] | list[str] = ("q", "k", "v"),
     ) -> Gradients:
         """Return the gradients that `dout`, and `dlse` if lse matters too, give rise to."""
-        return _backward(problem, dout, result, lse, dlse, wrt, backend)
+        return _backward(problem, dout, exact, lse, dlse, wrt, backend)
 
     return ((result, lse) if return_lse else result), vjp
 

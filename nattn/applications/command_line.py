@@ -188,8 +188,8 @@ def _add_warmup(commands: Any) -> None:
     command.add_argument(
         "--dtype",
         action="append",
-        choices=("float32", "float64"),
-        help="only this one; may be repeated",
+        choices=("float16", "bfloat16", "float32", "float64"),
+        help="this one instead of float32 and float64; may be repeated",
     )
 
 

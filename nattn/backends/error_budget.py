@@ -41,6 +41,7 @@ def error_budget(
     *,
     score_error: ArrayLike | None = None,
     dropout_p: float = 0.0,
+    weight_unit: float = 0.0,
 ) -> ErrorBudget:
     """Bound the distance between a backend's result and the float64 reference.
 
@@ -68,6 +69,9 @@ def error_budget(
         of the dot product and what they make of it.
     dropout_p : float, default 0.0
         Probability of dropping.
+    weight_unit : float, default 0.0
+        Unit roundoff of what weights are rounded to before they multiply values, as for the dot
+        product of pairs: ``UNIT["bfloat16"]``.
 
     Returns
     -------
@@ -91,6 +95,9 @@ def error_budget(
     5. Dropout leaves the sum of a part of the terms, times ``1 / (1 - p)``: all of this bounds a
        part too, so the factor is what it costs, and ``4 u`` for its own roundings.
 
+    6. Weights that are rounded once more, not those of the denominator, add
+       ``weight_unit max|v|``, and those that are flushed to 0 the smallest normal number each.
+
     ``out``: ``max|v| u (2 (D + 8) S + 3 n + 12)``, or ``max|v| (2 E + u (16 S + 3 n + 12))`` with
     modifiers. ``lse = row_max + log(row_sum)`` takes ``ds``
     once, the relative error of ``row_sum`` (``2 n u + 4 u``), 4 ulp of a logarithm that is at
@@ -106,7 +113,10 @@ def error_budget(
     D = D if score_error is None else 0
     rest = 12 if dropout_p == 0.0 else 16
     out = np.asarray(max_abs_v, np.float64) * (2 * E + u * (2 * (D + 8) * S + 3 * n + rest))
-    out = (out + n * float(info.smallest_subnormal)) / (1.0 - dropout_p)
+    out = out + n * float(info.smallest_subnormal)
+    if weight_unit:
+        out = out + (weight_unit + n * float(info.tiny)) * np.asarray(max_abs_v, np.float64)
+    out = out / (1.0 - dropout_p)
     lse = E + u * ((D + 9) * S + 2 * n + 4 + 9 * log_n)
     both = 2 if dtype == FLOAT64 else 1
     return ErrorBudget(both * out, both * lse)

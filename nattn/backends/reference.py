@@ -20,6 +20,7 @@ Float64Array = NDArray[np.float64]
 
 
 OFFERS = frozenset({"forward", "backward", "observe", "weights"})
+KEEPS_EXACT = True
 
 
 def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
@@ -32,6 +33,7 @@ def forward(
     out: NDArray[Any],
     lse: NDArray[Any],
     *,
+    exact: NDArray[Any] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write the attention of a problem to `out` and `lse`.
@@ -44,6 +46,8 @@ def forward(
         ``(B, Hq, Nq, Dv)``, written: rounded to its dtype in the end, and nothing before.
     lse : ndarray
         ``(B, Hq, Nq)``, written.
+    exact : ndarray, optional
+        As `out`, of the compute dtype and 0; written, too.
     progress : callable, optional
         Called with the fraction that is done after each head.
 
@@ -60,8 +64,10 @@ def forward(
         for b in range(problem.B):
             n = int(problem.q_lens[b])
             for h in range(problem.Hq):
-                out[b, h, :n], lse[b, h, :n] = _one_head(problem, b, h)
-                out[b, h, n:], lse[b, h, n:] = 0.0, -np.inf
+                rows, lse[b, h, :n] = _one_head(problem, b, h)
+                out[b, h, :n], out[b, h, n:], lse[b, h, n:] = rows, 0.0, -np.inf
+                if exact is not None:
+                    exact[b, h, :n] = rows
                 if progress is not None:
                     progress((b * problem.Hq + h + 1) / (problem.B * problem.Hq))
 
@@ -74,6 +80,7 @@ def backward(
     dlse: NDArray[Any] | None,
     wrt: frozenset[str],
     *,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Float64Array]:
     """Return the gradients of a problem, in float64.
@@ -90,6 +97,8 @@ def backward(
         ``(B, Hq, Nq)``: the log-sum-exp, and its gradient if it has one.
     wrt : frozenset of str
         Among "q", "k", "v", "bias", "sinks" and "alibi_slopes".
+    exact : bool, default False
+        All gradients are exact here, whatever it is.
     progress : callable, optional
         Called with the fraction that is done after each head.
 

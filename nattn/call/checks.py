@@ -56,7 +56,7 @@ def show(value: object) -> str:
 def as_array(name: str, value: Any) -> NDArray[Any]:
     """Convert what NumPy converts faithfully to an ndarray; refuse the rest."""
     if type(value) is np.ndarray:
-        return value
+        return value if value.dtype.kind != "V" else _as_bfloat16(name, value)
     if _is_masked(value):
         raise TypeError(
             f"{name}: expected a plain array, got a masked array, whose mask would be ignored; "
@@ -73,9 +73,22 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
     if _has_dlpack_alone(value):
         return _from_dlpack(name, value)
     try:
-        return np.asarray(value)
+        return _as_bfloat16(name, np.asarray(value))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: expected an array, got {show(value)}: {error}") from error
+
+
+def _as_bfloat16(name: str, x: NDArray[Any]) -> NDArray[Any]:
+    """View bfloat16 under any name, and `dtypes.BFLOAT16_BITS`, as what ml_dtypes calls it."""
+    if dtypes.storage_name(x.dtype) != "bfloat16":
+        return x
+    dtype = dtypes.bfloat16()
+    if dtype == dtypes.BFLOAT16_BITS:
+        raise TypeError(
+            f"{name}: expected the package ml_dtypes beside bfloat16 in host memory, got none that "
+            'can be imported; install it with pip install "nattn[bfloat16]"'
+        )
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 def _is_masked(value: Any) -> bool:

@@ -193,6 +193,7 @@ class Problem:
         elif dtype is k.dtype is v.dtype and dtype is dtypes.FLOAT64:
             storage = "float64"
         else:
+            q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
             storage = check_storage(q, k, v)
             dtype, compute = dtypes.storage_dtype(storage), dtypes.compute_dtype(storage)
             q, k, v = to_native(q, dtype), to_native(k, dtype), to_native(v, dtype)

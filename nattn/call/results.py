@@ -28,6 +28,23 @@ def new_results(problem: Problem, out: Any = None) -> tuple[Any, Any]:
     return out, _new(problem, problem.lse_shape, problem.compute)
 
 
+def new_exact(problem: Problem) -> NDArray[Any] | None:
+    """Return a new array for ``out`` before it is rounded, None if it is not or is on a GPU.
+
+    It is head-major, ``(B, Hq, Nq, Dv)``, and `check_incoming` takes a view of it for `out`.
+    """
+    if problem.allocator is not None or problem.dtype == problem.compute:
+        return None
+    return np.zeros((problem.B, problem.Hq, problem.Nq, problem.Dv), problem.compute)
+
+
+def as_given(problem: Problem, x: NDArray[Any]) -> NDArray[Any]:
+    """View a head-major array in the caller's rank and layout."""
+    view: NDArray[Any]
+    view = to_bhnd(x, problem.layout) if problem.rank == 4 else x[(0,) * (4 - problem.rank)]
+    return view
+
+
 def _new(problem: Problem, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     if problem.allocator is None:
         return np.empty(shape, dtype)
@@ -120,7 +137,7 @@ def check_incoming(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -
     Parameters
     ----------
     dout, out : array_like
-        Of `out_shape`.
+        Of `out_shape`. In host memory `out` may be of the compute dtype: not rounded yet.
     lse, dlse : array_like
         Of `lse_shape`; dlse may be None.
 
@@ -139,7 +156,10 @@ def check_incoming(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -
         remains unseen on a GPU.
     """
     dout = _incoming(problem, "dout", dout, problem.out_shape, problem.dtype)
-    out = _incoming(problem, "out", out, problem.out_shape, problem.dtype)
+    out = as_array("out", out)
+    exact = problem.allocator is None and out.dtype.newbyteorder("=") == problem.compute
+    dtype = problem.compute if exact else problem.dtype
+    out = _incoming(problem, "out", out, problem.out_shape, dtype)
     rows = []
     for name, x in (("lse", lse), ("dlse", dlse)):
         if x is not None or name == "lse":
@@ -212,7 +232,7 @@ def gradient_as_given(problem: Problem, name: str, x: NDArray[Any]) -> Any:
     with np.errstate(all="ignore"):  # a narrow dtype may overflow
         if name not in LEARNT:
             x = x.astype(problem.dtype, copy=False)
-            return to_bhnd(x, problem.layout) if problem.rank == 4 else x[(0,) * (4 - problem.rank)]
+            return as_given(problem, x)
         shape, dtype = problem.given[name]
         if name == "alibi_slopes" and len(shape) == 1:
             x = x.sum(axis=0)

@@ -79,7 +79,7 @@ def check_storage(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> str:
     found = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         storage = dtypes.storage_name(x.dtype)
-        if storage is None or (x.dtype == dtypes.BFLOAT16_BITS and type(x) is not DeviceArray):
+        if storage is None:
             raise TypeError(
                 f"{name}: expected dtype float16, bfloat16, float32 or float64, got {x.dtype}"
             )

@@ -39,7 +39,7 @@ def table(results: Sequence[Result], markdown: bool = False) -> str:
     """
     speeds = [r for r in results if "% of peak" in r.figures]
     others = [r for r in results if r.figures and "% of peak" not in r.figures]
-    columns = ["GFLOP/s", "% of peak", *(f"x {name}" for name in PEERS)]
+    columns = ["GFLOP/s", "% of peak", *(f"x {name}" for name in (*PEERS, "float32"))]
     columns = [c for c in columns if any(c in r.figures for r in speeds)]
     tables = []
     if speeds:

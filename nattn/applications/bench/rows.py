@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ...call.progress import Progress
@@ -82,7 +82,8 @@ class Contestants:
 class Speed:
     """nattn's speed on a case: in GFLOP/s, in % of the peak and in multiples of its peers' speed.
 
-    `percent`, `speedups` (by peer) and `gflops` are what is asked for.
+    `percent`, `speedups` (by peer) and `gflops` are what is asked for. A case of 16-bit numbers has
+    the peak of float32, which it is computed in, and nattn's own float32 for another peer.
     """
 
     name: str
@@ -101,8 +102,12 @@ class Speed:
         ours.prepare(self.case)
         samplers: dict[str, Sampler] = {
             "nattn": ours.sample,
-            "peak": lambda: ours.peak(self.case.dtype),
+            "peak": lambda: ours.peak(self.case.compute),
         }
+        if self.case.dtype != self.case.compute:
+            wide = contestants.get("nattn", environment=self.environment, copy=1)
+            wide.prepare(replace(self.case, dtype=self.case.compute))
+            samplers[self.case.compute] = wide.sample
         notes = []
         for name in (name for name in self.peers if name in settings.peers):
             peer = contestants.get(name)

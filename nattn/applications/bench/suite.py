@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable
 
-from ..measure import Case
+from ..measure import Case, Unsupported
 from ..progress_bar import ProgressBar
 from . import snippets
 from .rows import Contestants, ExtraMemory, Ratio, Result, Row, Snippet, Speed
@@ -121,6 +121,32 @@ ROWS: tuple[Row, ...] = (
         58,
         {"torch": 1.2},
         peers=("torch",),
+    ),
+    *(
+        Speed(
+            f"{dtype}-{name}",
+            f"{dtype}, N=4096 {what}",
+            Case(D=D, dtype=dtype, causal="causal" in name),
+            peers=FAST_PEERS if dtype == "bfloat16" else ("torch",),
+        )
+        for dtype, name, what, D in (
+            ("bfloat16", "d64", "D=64", 64),
+            ("bfloat16", "d128", "D=128", 128),
+            ("bfloat16", "causal-d64", "D=64 causal", 64),
+            ("bfloat16", "causal-d128", "D=128 causal", 128),
+            ("float16", "d64", "D=64", 64),
+            ("float16", "d128", "D=128", 128),
+        )
+    ),
+    *(
+        Speed(
+            f"backward-{dtype}-d{D}",
+            f"gradients, {dtype}, N=2048 D={D}",
+            Case(N=2048, D=D, dtype=dtype, backward=True),
+            peers=("torch",),
+        )
+        for dtype in ("bfloat16", "float16")
+        for D in (64, 128)
     ),
     *(_X86_ROWS if platform.machine().lower() in ("x86_64", "amd64") else ()),
     Ratio(
@@ -287,6 +313,8 @@ def run(
             try:
                 with ProgressBar(row.what) as progress:
                     result = row.measure(contestants, progress)
+            except Unsupported as reason:  # a dtype that is not installed
+                result = Result(row.what, {}, notes=(f"nattn: {reason}",))
             except (ArithmeticError, RuntimeError) as error:  # the other rows go on
                 result = Result(row.what, {}, notes=(f"failed: {error}",))
             tell(result)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ...call.block_mask import BlockMask
 from ...call.problem import Problem
 from ...functions import masks, mods
+from ...vectors import dtypes
 
 Array = NDArray[Any]
 
@@ -28,7 +29,7 @@ class Case:
     Dv : int or None
         Dimension of the values, `D` if None.
     dtype : str
-        "float32" or "float64".
+        "float16", "bfloat16", "float32" or "float64".
     causal : bool
         Hide the keys behind the query.
     window : (left, right) or None
@@ -73,6 +74,16 @@ class Case:
         """The dimension of the values."""
         return self.D if self.Dv is None else self.Dv
 
+    @property
+    def storage(self) -> np.dtype:
+        """The dtype of q, k, v and the output."""
+        return dtypes.storage_dtype(self.dtype)
+
+    @property
+    def compute(self) -> str:
+        """The name of the dtype that is computed in: "float32" for 16-bit numbers."""
+        return dtypes.compute_dtype(self.dtype).name
+
     def visible(self) -> int:
         """Count the scores that causal and window leave, in blocks that are not skipped.
 
@@ -84,7 +95,7 @@ class Case:
         int
             Over all batch items and heads.
         """
-        zero = np.zeros((), self.dtype)
+        zero = np.zeros((), self.compute)
         x = np.broadcast_to(zero, (1, 1, self.N, 1))  # sizes without data
         problem = Problem.build(x, x, x, causal=self.causal, window_size=self.window)
         lo, hi = problem.visible_range(0, np.arange(self.N))
@@ -138,12 +149,12 @@ class Case:
         widths = (self.D, self.D, self.width)
         if self.form == "packed":
             packed = rng.standard_normal((self.B, self.N, 3, self.H, max(widths)))
-            every = packed.astype(self.dtype).transpose(2, 0, 3, 1, 4)
+            every = packed.astype(self.storage).transpose(2, 0, 3, 1, 4)
             q, k, v = (x[..., :w] for x, w in zip(every, widths, strict=True))
         else:
             key_heads = self.H if self.Hkv is None else self.Hkv
             q, k, v = (
-                _in_form(rng.standard_normal((self.B, h, self.N, w)).astype(self.dtype), self)
+                _in_form(rng.standard_normal((self.B, h, self.N, w)).astype(self.storage), self)
                 for h, w in zip((self.H, key_heads, key_heads), widths, strict=True)
             )
         options: dict[str, Any] = {}
@@ -155,13 +166,13 @@ class Case:
             options["mask"] = self._mask(rng)
         if self.bias is not None:
             rows = self.N if self.bias == "full" else 1
-            options["bias"] = np.zeros((1, self.H, rows, self.N), self.dtype)
+            options["bias"] = np.zeros((1, self.H, rows, self.N), self.storage)
         return q, k, v, options | self._modifiers()
 
     def dout(self) -> Array:
         """Make the gradient of the output, ``(B, H, N, Dv)``, standard normal."""
         shape = (self.B, self.H, self.N, self.width)
-        return np.random.default_rng(1).standard_normal(shape).astype(self.dtype)
+        return np.random.default_rng(1).standard_normal(shape).astype(self.storage)
 
     def _modifiers(self) -> dict[str, Any]:
         return {} if self.mod is None else MODIFIERS[self.mod](self)

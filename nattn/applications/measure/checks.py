@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ...api import functional
+from ...backends.error_budget import UNIT
 from ...functions import mods
 from .cases import Array, Case
 
@@ -24,10 +27,10 @@ def check(case: Case, out: Array) -> None:
     ArithmeticError
         If they are wrong.
     """
-    q, k, v, options = case.arrays()
     if case.backward:
         _check_gradient(case, out)
         return
+    q, k, v, options = _wide_arrays(case)
     mask = options.pop("mask", None)
     dropout_p, seed = options.pop("dropout_p", 0.0), options.pop("seed", 0)
 
@@ -44,7 +47,6 @@ def check(case: Case, out: Array) -> None:
         )
         return result
 
-    error = 0.0
     for row in {0, case.N // 3, case.N - 1}:
         visible = None if mask is None else mask[row]
         want, lse = attend(row, visible)
@@ -56,20 +58,14 @@ def check(case: Case, out: Array) -> None:
             want, kept_lse = attend(row, kept if visible is None else kept & visible)
             total = np.where(lse > -np.inf, lse, 0.0)  # an empty row stays 0
             want *= np.exp(kept_lse - total)[..., None] / (1 - dropout_p)
-        # np.max, unlike max, keeps a NaN
-        error = float(np.max([error, np.abs(out[0, :, row] - want[0, :, 0]).max(initial=0.0)]))
-    # Peers have error budgets of their own: this only finds what computes something else
-    allowed = 1e-3 if case.dtype == "float32" else 1e-9
-    if not error <= allowed:
-        raise ArithmeticError(f"wrong by {error:.2g}, more than the {allowed:.2g} allowed")
+        _compare(case, "", out[0, :, row], want[0, :, 0])
 
 
 def _check_gradient(case: Case, dq: Array) -> None:
     """Compare sampled rows of dq with the reference's."""
-    q, k, v, options = case.arrays()
-    dout = case.dout()
+    q, k, v, options = _wide_arrays(case)
+    dout = case.dout().astype(case.compute, copy=False)
     options.pop("bias", None)  # zeros
-    error = 0.0
     for row in {0, case.N // 3, case.N - 1}:
         one = slice(row, row + 1)
         given = {**options, "q_offset": row, "backend": "reference"}
@@ -78,7 +74,24 @@ def _check_gradient(case: Case, dq: Array) -> None:
             dout[:1, :, one], q[:1, :, one], k[:1], v[:1], out, lse, wrt=("q",), **given
         ).dq
         assert want is not None
-        error = float(np.max([error, np.abs(dq[0, :, row] - want[0, :, 0]).max(initial=0.0)]))
-    allowed = 1e-3 if case.dtype == "float32" else 1e-9
-    if not error <= allowed:
-        raise ArithmeticError(f"dq wrong by {error:.2g}, more than the {allowed:.2g} allowed")
+        _compare(case, "dq ", dq[0, :, row], want[0, :, 0])
+
+
+def _wide_arrays(case: Case) -> tuple[Array, Array, Array, dict[str, Any]]:
+    """Return the arrays of a case as what is computed in, so that no 16-bit result is rounded."""
+    q, k, v, options = case.arrays()
+    wide = case.compute
+    return (*(x.astype(wide, copy=False) for x in (q, k, v)), options)
+
+
+def _compare(case: Case, what: str, got: Array, want: Array) -> None:
+    """Raise ArithmeticError if a row is wrong.
+
+    Peers have error budgets of their own: this only finds what computes something else.
+    """
+    error = float(np.abs(got - want).max(initial=0.0))
+    allowed = 1e-9 if case.compute == "float64" else 1e-3
+    if case.dtype != case.compute:  # weights and gradients of scores are rounded, too
+        allowed = max(allowed, 8 * UNIT[case.dtype] * float(np.abs(want).max(initial=0.0)))
+    if not error <= allowed:  # so that NaN is wrong
+        raise ArithmeticError(f"{what}wrong by {error:.2g}, more than the {allowed:.2g} allowed")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...api import functional
-from ...vectors.dtypes import default_scale
+from ...vectors import dtypes
 from .cases import Array, Case
 from .checks import check
 from .clock import Call
@@ -45,11 +45,15 @@ def _reference(case: Case, threads: int) -> Call:
 
 
 def _numpy(case: Case, threads: int) -> Call:
-    size = np.dtype(case.dtype).itemsize * case.B * case.H * case.N**2
+    if case.dtype != case.compute:
+        raise Unsupported(
+            "float32 and float64 only"
+        )  # of 16-bit numbers NumPy's products are loops
+    size = case.storage.itemsize * case.B * case.H * case.N**2
     if size > 2 << 30:
         raise Unsupported(f"the dense matrix would need {size / 2**30:.0f} GiB")
     q, k, v, options = case.arrays()
-    scale = q.dtype.type(default_scale(case.D))
+    scale = q.dtype.type(dtypes.default_scale(case.D))
     hidden = _hidden(case, options)
 
     def call() -> Array:
@@ -71,7 +75,7 @@ def _torch(case: Case, threads: int) -> Call:
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     q, k, v, options = case.arrays()
-    tq, tk, tv = (torch.from_numpy(x) for x in (q, k, v))
+    tq, tk, tv = (_to_torch(x) for x in (q, k, v))
     only_causal = case.causal and case.window is None and case.mask is None
     hidden = None if only_causal else _hidden(case, options)
     mask = None if hidden is None else torch.from_numpy(~hidden)
@@ -79,17 +83,34 @@ def _torch(case: Case, threads: int) -> Call:
     if case.backward:
         if case.Hkv is not None or case.bias is not None:
             raise Unsupported("not written for it")
-        dout = torch.from_numpy(case.dout())
+        dout = _to_torch(case.dout())
         inputs = [x.requires_grad_() for x in (tq, tk, tv)]
         with torch.enable_grad():
             out = attend(*inputs, attn_mask=mask, is_causal=only_causal)
 
         def gradient() -> Array:
-            found: Array = torch.autograd.grad(out, inputs, dout, retain_graph=True)[0].numpy()
-            return found
+            found = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+            return _from_torch(found[0], q.dtype)
 
         return gradient
-    return lambda: attend(tq, tk, tv, attn_mask=mask, is_causal=only_causal).numpy()
+    return lambda: _from_torch(attend(tq, tk, tv, attn_mask=mask, is_causal=only_causal), q.dtype)
+
+
+def _to_torch(x: Array) -> Any:
+    """Return an array as a tensor of the same memory: torch does not know NumPy's bfloat16."""
+    import torch
+
+    if dtypes.storage_name(x.dtype) == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def _from_torch(x: Any, dtype: np.dtype) -> Array:
+    """Return a tensor of a dtype as an array of the same memory."""
+    import torch
+
+    found: Array = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+    return found.view(dtype)
 
 
 def _flex(case: Case, threads: int) -> Call:
@@ -157,13 +178,14 @@ def _openvino(case: Case, threads: int) -> Call:
     import openvino
     from openvino import opset13 as ops
 
-    if case.dtype != "float32":
-        raise Unsupported("float32 only")
+    if case.dtype not in ("float32", "bfloat16"):
+        raise Unsupported("float32 and bfloat16 only")
+    kind = openvino.Type.f32 if case.dtype == "float32" else openvino.Type.bf16
     if case.N > 8192 and (case.causal or case.window is not None or case.mask is not None):
         raise Unsupported("makes a mask of n x n, which takes minutes")
     q, k, v, options = case.arrays()
     inputs = [q, k, v]
-    nodes = [ops.parameter(list(x.shape), np.float32) for x in inputs]
+    nodes = [ops.parameter(list(x.shape), kind) for x in inputs]
     only_causal = case.causal and case.window is None and case.mask is None
     hidden = None if only_causal else _hidden(case, options)
     if hidden is not None:
@@ -173,16 +195,20 @@ def _openvino(case: Case, threads: int) -> Call:
     compiled = openvino.Core().compile_model(
         openvino.Model([node], nodes, "attention"),
         "CPU",
-        {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads},
+        {"INFERENCE_PRECISION_HINT": kind, "INFERENCE_NUM_THREADS": threads},
     )
+    if compiled.get_property("INFERENCE_PRECISION_HINT") != kind:  # it was only a hint
+        raise Unsupported(f"no {case.dtype} on this processor")
     request = compiled.create_infer_request()
     for i, x in enumerate(inputs):
-        request.set_input_tensor(i, openvino.Tensor(x))
+        tensor = openvino.Tensor(nodes[i].get_element_type(), list(x.shape))
+        tensor.data.view(x.dtype)[...] = x  # it shows bfloat16 as float16
+        request.set_input_tensor(i, tensor)
 
     def call() -> Array:
         request.infer()
         result: Array = request.get_output_tensor(0).data
-        return result
+        return result.view(q.dtype)
 
     return call
 
@@ -317,6 +343,8 @@ def prepare(name: str, case: Case, threads: int) -> Call:
         raise Unsupported("no functions of scores")
     if case.backward and name not in _WITH_GRADIENTS:
         raise Unsupported("no gradients")
+    if case.storage == dtypes.BFLOAT16_BITS:
+        raise Unsupported("bfloat16 needs ml_dtypes, which is not installed")
     try:
         call = PREPARE[name](case, threads)
     except ImportError as missing:

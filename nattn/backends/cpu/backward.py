@@ -7,7 +7,9 @@ added by two threads. It streams past all queries of the head's group, a few til
     dV += P dO    dK += dS Q             dQ += K dS
 
 The first, the second and the last product have queries in lanes, as in the forward pass; the two
-between have the head dimension in lanes, so that no matrix is transposed in memory. The keys of an
+between have the head dimension in lanes, so that no matrix is transposed in memory. With the dot
+product of pairs P and dS are rounded to bfloat16, and sums run over pairs: the first two over those
+of the head dimension, the next two over those of lanes, the last over those of keys. The keys of an
 item form at most eight splits, by their number alone; each leaves a partial dq in memory of its
 own, and these are added in order.
 
@@ -47,9 +49,16 @@ from .gradients import (
 from .jit import kernel
 from .jobs import enter, job_record, leave, stopped, take_task
 from .micro import add_rows, add_values
-from .packing import KEY_BLOCK, dot_block, fetch_keys, pack_values, readable_in_place
+from .packing import (
+    KEY_BLOCK,
+    dot_block,
+    fetch_keys,
+    pack_values,
+    readable_in_place,
+    words_of,
+)
 from .score import FUNCTIONS, apply
-from .softmax import note_hidden
+from .softmax import join_keys, join_lanes, note_hidden
 from .visibility import (
     VISIBLE,
     assign_rows,
@@ -66,6 +75,7 @@ from .workspace import OF_A_TILE, SHARED, context_of, lay_out
 ARGS = job_record(
     "BackwardArgs",
     (
+        # out is of the type that is computed in
         *(("q", STRIDED), ("k", STRIDED), ("v", STRIDED), ("dout", STRIDED), ("out", STRIDED)),
         # addresses of contiguous (B, Hq, Nq): lse; dlse (0: none); rowsum(dout * out) - dlse, which
         # is written for rows that see a key
@@ -117,8 +127,11 @@ WORK = Struct(
         # of the tile at hand: derivatives of the modifiers, probabilities before dropout, what is
         # hidden
         *("derivs_ptr", "plain_ptr", "hidden_ptr"),
-        # keys and values of the block packed by rows, and the keys by panels; a row of out; ones
-        *("keys_ptr", "values_ptr", "panels_ptr", "out_row_ptr", "ones_ptr"),
+        # keys and values of the block packed by rows, and the keys by panels; a row of dout, and of
+        # out; ones
+        *("keys_ptr", "values_ptr", "panels_ptr", "dout_row_ptr", "out_row_ptr", "ones_ptr"),
+        # if words are pairs: those of ds, of pairs of keys
+        "ds_pairs_ptr",
         *(("k_block", KEY_BLOCK), ("v_block", KEY_BLOCK)),
     ),
 )
@@ -144,7 +157,7 @@ def backward_worker(tile, wide):
     Flat, as `forward_worker` is and for the same reason: to share their steps beyond the leaves
     costs each half a second of compile time, and the forward pass one percent.
     """
-    nr, size, row = tile.NR, tile.itemsize, tile.lanes * tile.itemsize
+    nr, size, row, per = tile.NR, tile.itemsize, tile.lanes * tile.itemsize, tile.per_word
     tile_size = TILE.size
 
     def worker(slot, args):
@@ -246,7 +259,8 @@ def backward_worker(tile, wide):
                             end,
                             w.values_ptr,
                         )
-                        panel = (end - start) * nr * size
+                        words = words_of(tile, end - start)
+                        panel = words * nr * size
                         if a.dq_ptr:
                             pack_values(tile, a.k, k, plan.D, 0, start, end, w.panels_ptr, panel)
                         for n in range(n_tiles):
@@ -256,6 +270,9 @@ def backward_worker(tile, wide):
                             t_lo, t_hi = t.begin, t.end
                             if t_lo >= t_hi:
                                 clear(tile, probs, dscores, 0, groups * nr, skip_hidden)
+                                if per == 2:
+                                    join_lanes(tile, probs, groups * nr)
+                                    join_lanes(tile, dscores, groups * nr)
                                 continue
                             tile_max = w.tile_max_ptr
                             dot_block(
@@ -265,6 +282,7 @@ def backward_worker(tile, wide):
                                 w.k_block,
                                 start,
                                 groups,
+                                a.scale,
                                 probs,
                                 tile_max,
                             )
@@ -276,6 +294,7 @@ def backward_worker(tile, wide):
                                     w.v_block,
                                     start,
                                     groups,
+                                    1.0,
                                     dscores,
                                     tile_max,
                                 )
@@ -319,11 +338,17 @@ def backward_worker(tile, wide):
                                 mark_pairs(tile, p, ds, n_keys, w.hidden_ptr)
                             clear(tile, probs, dscores, 0, t_lo - start, skip_hidden)
                             clear(tile, probs, dscores, t_hi - start, groups * nr, skip_hidden)
+                            by_keys = dscores
+                            if per == 2:
+                                by_keys = w.ds_pairs_ptr
+                                join_keys(tile, dscores, groups * nr, by_keys)
+                                join_lanes(tile, probs, groups * nr)
+                                join_lanes(tile, dscores, groups * nr)
                             if a.dq_ptr:
                                 add_values(
                                     tile,
-                                    dscores,
-                                    end - start,
+                                    by_keys,
+                                    words,
                                     w.panels_ptr,
                                     nr * size,
                                     panel,
@@ -342,6 +367,7 @@ def backward_worker(tile, wide):
                                 n_tiles,
                                 groups * nr // wide.NR,
                                 plan.padded_Dv,
+                                1.0,
                                 dv + start * plan.padded_Dv * size,
                                 skip_hidden,
                             )
@@ -355,6 +381,7 @@ def backward_worker(tile, wide):
                                 n_tiles,
                                 groups * nr // wide.NR,
                                 plan.padded_D,
+                                a.scale,
                                 dk + start * plan.padded_D * size,
                                 skip_hidden,
                             )

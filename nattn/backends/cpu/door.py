@@ -9,6 +9,7 @@ import numpy as np
 
 from ...functions import binding, masks, mods
 from ...vectors.lanes import Tile
+from ...vectors.storage import SIZES
 from . import score, tiles
 from .cache import cache_folder, clear_cache
 from .classify import classify, classify_worker
@@ -34,6 +35,8 @@ __all__ = [
     "warmup",
 ]
 
+KEEPS_EXACT = True
+
 
 def info() -> dict[str, Any]:
     """Describe what the backend does on this machine.
@@ -43,20 +46,21 @@ def info() -> dict[str, Any]:
     dict
         ``cpu`` and ``features`` (what code is generated for), ``fma``, ``vector_bits``,
         ``threads``, ``cache_folder`` (None if nothing can be written) and ``tiles``: for each
-        dtype the lane width ``W``, the register tile ``MV`` x ``NR``, ``block_q`` (query rows of
-        a tile) and ``block_kv`` (keys of a block).
+        dtype what its ``products`` are, the lane width ``W``, the register tile ``MV`` x ``NR``,
+        ``block_q`` (query rows of a tile) and ``block_kv`` (keys of a block).
 
     Examples
     --------
-    >>> from nattn.backends.cpu import info
+    >>> from nattn.backends.cpu.door import info
     >>> sorted(info()["tiles"])
-    ['float32', 'float64']
+    ['bfloat16', 'float16', 'float32', 'float64']
     """
     cpu = tiles.cpu()
     chosen = {}
-    for dtype in ("float32", "float64"):
+    for dtype in tiles.STORAGE:
         tile = tiles.choose_tile(dtype, 1 << 20)
         chosen[dtype] = {
+            "products": f"{tile.dtype} {tile.product}",
             "W": tile.W,
             "MV": tile.MV,
             "NR": tile.NR,
@@ -84,7 +88,7 @@ def warmup(dtypes: tuple[str, ...] = ("float32", "float64")) -> None:
     Parameters
     ----------
     dtypes : tuple of str
-        "float32", "float64" or both.
+        Among "float16", "bfloat16", "float32" and "float64".
     """
     doc, slopes = np.zeros(1, np.int64), np.zeros((1, 1), np.float32)
     bound = (
@@ -99,8 +103,8 @@ def warmup(dtypes: tuple[str, ...] = ("float32", "float64")) -> None:
         wide = tiles.choose_tile(dtype, 1 << 20)
         for tile in (wide, tiles.choose_tile(dtype, 1)):
             forward_worker(tile)
-            for storage, itemsize in (("bool", 1), (dtype, tile.itemsize)):
-                score.add_operand(tile, storage, itemsize)
+            for storage in ("bool", dtype):
+                score.add_operand(tile, storage, SIZES[storage])
         for name, function in bound:
             tree = binding.resolve(name, function, parameters[name])
             score.user_function(name, tree, wide, 0, packed=False)

@@ -7,6 +7,9 @@ of keys and values once for all of them. For a tile and a block:
     S = K Q     scores, [key][lane]          P = exp(S - row_max)      in place
     S = tile functions(S); hidden: -inf      O = O * alpha + V P       [column][lane]
 
+With the dot product of pairs S sums over pairs of the head dimension, and V P over pairs of keys,
+for which P is rounded to bfloat16; all else is the same.
+
 Which keys a tile visits is decided by causal, window and lengths, and by the kinds of the blocks of
 a block mask: what is empty is skipped, and where all is visible the mask's function does not run.
 
@@ -44,10 +47,11 @@ from .packing import (
     pack_transposed,
     pack_values,
     readable_in_place,
+    words_of,
     write_transposed,
 )
 from .score import FUNCTIONS, TILE_MAX_KNOWN, apply, lane_offsets
-from .softmax import mark_hidden, note_hidden, running_softmax
+from .softmax import join_keys, mark_hidden, note_hidden, running_softmax
 from .visibility import (
     VISIBLE,
     assign_rows,
@@ -63,8 +67,9 @@ ARGS = job_record(
     "ForwardArgs",
     (
         *(("q", STRIDED), ("k", STRIDED), ("v", STRIDED), ("out", STRIDED)),
-        # address of a contiguous (B, Hq, Nq)
-        "lse_ptr",
+        # addresses: of a contiguous (B, Hq, Nq); of a contiguous (B, Hq, Nq, Dv) for the output as
+        # it is before it is rounded to what is stored (0: not wanted)
+        *("lse_ptr", "exact_ptr"),
         # address of the plan
         "plan_ptr",
         ("visible", VISIBLE),
@@ -124,8 +129,8 @@ def forward_worker(tile):
     All loops are in this one function and the steps are leaves: LLVM optimises a function again
     in each of its callers, so that every level more would cost a second of compile time.
     """
-    nr, size, row = tile.NR, tile.itemsize, tile.lanes * tile.itemsize
-    tile_size = TILE.size
+    nr, size, row, per = tile.NR, tile.itemsize, tile.lanes * tile.itemsize, tile.per_word
+    tile_size, converts = TILE.size, tile.storage != tile.dtype
 
     def worker(slot, args):
         a = view(ARGS, args)
@@ -158,7 +163,9 @@ def forward_worker(tile):
             # Columns of the values are read where they lie, too, unless tiles share the copy.
             shared = n_tiles >= 4
             in_place = readable_in_place(tile, a.k, plan.D, shared)
-            whole = 0 if shared or a.v.stride_d != size else plan.Dv // nr * nr
+            whole = plan.Dv // nr * nr
+            if converts or shared or a.v.stride_d != size:
+                whole = 0
 
             lo, hi = plan.Nk, 0
             for n in range(n_tiles):
@@ -188,7 +195,8 @@ def forward_worker(tile):
                     fetch_keys(
                         tile, w.k_block, a.k, k, plan.D, plan.Nk, in_place, start, end, w.keys_ptr
                     )
-                    values, panel = w.values_ptr, (end - begin) * nr * size
+                    first = begin // per
+                    values, panel = w.values_ptr, (words_of(tile, end) - first) * nr * size
                     pack_values(tile, a.v, v, plan.Dv, whole, begin, end, values, panel)
                     for n in range(n_tiles):
                         t = view(TILE, w.tiles_ptr + n * tile_size)
@@ -200,7 +208,15 @@ def forward_worker(tile):
                         for i in range(tile.MV):
                             store(tile_max + i * tile.W * size, splat(tile, -np.inf))
                         dot_block(
-                            tile, t.queries_ptr, plan.D, w.k_block, start, groups, scores, tile_max
+                            tile,
+                            t.queries_ptr,
+                            plan.D,
+                            w.k_block,
+                            start,
+                            groups,
+                            a.scale,
+                            scores,
+                            tile_max,
                         )
 
                         # Keys before t_lo are seen by no lane: leave them out from here on.
@@ -224,29 +240,37 @@ def forward_worker(tile):
                         if hides:
                             hide(tile, w.bounds_ptr, t, p, t_lo, n_keys)
                             max_known = False
+                        rows, n_rows = p, n_keys
+                        if per == 2:
+                            rows, n_rows = whole_pairs(tile, p, t_lo, n_keys)
                         if skip_hidden:
-                            note_hidden(tile, p, n_keys, w.hidden_ptr)
+                            note_hidden(tile, rows, n_rows, w.hidden_ptr)
+                        joins = not skip_hidden and a.prob_functions.count == 0
                         running_softmax(
                             tile,
-                            p,
-                            n_keys,
+                            rows,
+                            n_rows,
                             max_known,
+                            joins,
                             tile_max,
                             t.row_max_ptr,
                             t.row_sum_ptr,
                             alpha,
                         )
                         if skip_hidden:
-                            mark_hidden(tile, p, n_keys, w.hidden_ptr)
+                            mark_hidden(tile, rows, n_rows, w.hidden_ptr)
                         if a.prob_functions.count:
                             context.first_key, context.n_keys = t_lo, n_keys
                             context.row_max_ptr = t.row_max_ptr
                             apply(a.prob_functions, p, 0, address_of(context))
+                        if per == 2 and not joins:
+                            join_keys(tile, rows, n_rows, rows)
 
+                        words = n_rows // per
                         add_values(
                             tile,
-                            p,
-                            n_keys,
+                            rows,
+                            words,
                             v + t_lo * a.v.stride_n,
                             a.v.stride_n,
                             nr * size,
@@ -257,9 +281,9 @@ def forward_worker(tile):
                         )
                         add_values(
                             tile,
-                            p,
-                            n_keys,
-                            values + (t_lo - begin) * nr * size,
+                            rows,
+                            words,
+                            values + (t_lo // per - first) * nr * size,
                             nr * size,
                             panel,
                             (padded_Dv - whole) // nr,
@@ -282,6 +306,25 @@ def forward_worker(tile):
         leave(a.job_ptr, slot, error_flags)
 
     return worker
+
+
+@device
+def whole_pairs(tile, scores, key, n_keys):
+    """Return where the scores of whole pairs of keys begin, and how many: those beyond are hidden.
+
+    A pair is an even key and the next, so that rounding does not depend on what a tile visits.
+    """
+    row, hidden = tile.lanes * tile.itemsize, splat(tile, -np.inf)
+    if key % 2:
+        scores -= row
+        n_keys += 1
+        for i in range(tile.MV):
+            store(scores + i * tile.W * tile.itemsize, hidden)
+    if n_keys % 2:
+        for i in range(tile.MV):
+            store(scores + n_keys * row + i * tile.W * tile.itemsize, hidden)
+        n_keys += 1
+    return scores, n_keys
 
 
 @device
@@ -335,5 +378,9 @@ def finish_tile(tile, a, plan, context, t, lse, probe, skip_hidden):
     lane_offsets(tile, context, a.out.stride_h, a.out.stride_n)
     out = a.out.ptr + context.batch * a.out.stride_b
     write_transposed(tile, context, t.acc_ptr, plan.Dv, n_valid, out, a.out.stride_d)
+    if a.exact_ptr:
+        lane_offsets(tile, context, plan.Nq * plan.Dv * size, plan.Dv * size)
+        exact = a.exact_ptr + context.batch * plan.Hq * plan.Nq * plan.Dv * size
+        write_transposed(tile.compute, context, t.acc_ptr, plan.Dv, n_valid, exact, size)
     t.done = 1
     return True

@@ -19,32 +19,38 @@ from ...vectors.lanes import (
     write,
 )
 from .jit import device
-from .packing import copy_row, pack_rows, pack_transposed, write_transposed
+from .packing import copy_row, pack_rows, pack_transposed, row_of, write_transposed
 from .score import lane_offsets
 from .softmax import LOG2E, is_hidden
+
+TINY = 2.0**-126
+"""The smallest normal float32 and bfloat16 number."""
 
 
 @device
 def load_tile(tile, a, plan, w, context, t, n):
     """Copy what the n-th tile needs: q and dout both ways round, lse and delta."""
-    size = tile.itemsize
+    size, words = tile.itemsize, tile.lanes // tile.per_word
     padded_D, padded_Dv = plan.padded_D, plan.padded_Dv
     pack_transposed(tile, context, a.q, plan.D, a.scale, t.queries_ptr)
     pack_transposed(tile, context, a.dout, plan.Dv, 1.0, t.douts_ptr)
-    query_rows = w.query_rows_ptr + n * tile.lanes * padded_D * size
-    dout_rows = w.dout_rows_ptr + n * tile.lanes * padded_Dv * size
+    query_rows = w.query_rows_ptr + n * words * padded_D * size
+    dout_rows = w.dout_rows_ptr + n * words * padded_Dv * size
     pack_rows(tile, context, a.q, plan.D, padded_D, a.scale, query_rows)
     pack_rows(tile, context, a.dout, plan.Dv, padded_Dv, 1.0, dout_rows)
     # Row by row, always in this order: the sum must not depend on how dout and out lie in memory.
-    out, out_row = a.out.ptr + context.batch * a.out.stride_b, w.out_row_ptr
+    dout = a.dout.ptr + context.batch * a.dout.stride_b
+    out = a.out.ptr + context.batch * a.out.stride_b
     for lane in range(tile.lanes):
-        head, i = read_int64(t.lane_head_ptr + 8 * lane), read_int64(t.lane_row_ptr + 8 * lane)
-        source = out + head * a.out.stride_h + i * a.out.stride_n
-        copy_row(tile, source, a.out.stride_d, plan.Dv, padded_Dv, 1.0, out_row)
+        head, i = read_int64(context.heads_ptr + 8 * lane), read_int64(context.rows_ptr + 8 * lane)
+        at = row_of(context, a.dout, dout, lane)
+        copy_row(tile, at, a.dout.stride_d, plan.Dv, padded_Dv, w.dout_row_ptr)
+        at = row_of(context, a.out, out, lane)
+        copy_row(tile.compute, at, a.out.stride_d, plan.Dv, padded_Dv, w.out_row_ptr)
         products, sizes = splat(tile, 0.0), splat(tile, 0.0)
         for d in range(0, padded_Dv, tile.W):
-            x = load(tile, out_row + d * size)
-            products += load(tile, dout_rows + (lane * padded_Dv + d) * size) * x
+            x = load(tile, w.out_row_ptr + d * size)
+            products += load(tile, w.dout_row_ptr + d * size) * x
             sizes += abs(x)
         delta, some = 0.0, 0.0
         for m in range(tile.W):
@@ -132,11 +138,13 @@ def mark_pairs(tile, probs, dscores, n_keys, hidden):
     A probability is -0.0 already where dropout says so: its value stays out as well.
     """
     size = tile.W * tile.itemsize
+    # What pairs flush to 0 must not become -0.0 by that.
+    least = TINY if tile.per_word == 2 else 0.0
     for n in range(n_keys * tile.MV):
         noted = load(tile, hidden + n * size) > 0.0
         p, ds = load_old(tile, probs + n * size), load_old(tile, dscores + n * size)
         store(probs + n * size, np.where(noted, splat(tile, -0.0), p))
-        ds = np.where(ds == 0.0, splat(tile, 0.0), ds)
+        ds = np.where(np.abs(ds) <= least, splat(tile, 0.0), ds)
         store(dscores + n * size, np.where(noted, splat(tile, -0.0), ds))
 
 
@@ -262,4 +270,4 @@ def write_dq(tile, a, plan, context, t, dq, first_head):
         store(at, load(tile, at) * factor)
     lane_offsets(tile, context, plan.Nq * plan.D * size, plan.D * size)
     out = dq - first_head * plan.Nq * plan.D * size
-    write_transposed(tile, context, t.dq_acc_ptr, plan.D, t.n_valid, out, size)
+    write_transposed(tile.compute, context, t.dq_acc_ptr, plan.D, t.n_valid, out, size)

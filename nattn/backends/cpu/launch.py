@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from ...call.problem import Problem
 from ...call.progress import Progress
-from ...vectors.dtypes import compute_name
 from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
 from .arrays import strided
@@ -78,16 +77,16 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    dtype: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: int, n_threads: int
+    storage: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: int, n_threads: int
 ) -> Plan:
     """Choose tiles, tasks and scratch; compile the kernel if need be."""
     # Heads that share their keys form one stream where together they fit in one tile: separately
     # each would leave most lanes empty.
-    packed = group > 1 and Nq * 2 <= tiles.choose_tile(dtype, group * Nq).lanes
+    packed = group > 1 and Nq * 2 <= tiles.choose_tile(storage, group * Nq).lanes
     heads = group if packed else 1
     n_streams, n_rows = Hq // heads, Nq * heads
-    tile = tiles.choose_tile(dtype, n_rows)
-    block_kv = tiles.block_kv(dtype, D)
+    tile = tiles.choose_tile(storage, n_rows)
+    block_kv = tiles.block_kv(storage, D)
     n_tiles = -(-n_rows // tile.lanes)
     per_task = tiles.tiles_per_task(tile, block_kv, D, Dv, n_tiles, B * n_streams, n_threads)
     tasks_per_stream = -(-n_tiles // per_task)
@@ -142,6 +141,7 @@ def forward(
     out: NDArray[Any],
     lse: NDArray[Any],
     *,
+    exact: NDArray[Any] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write the attention of a problem to `out` and its log-sum-exp to `lse`.
@@ -154,6 +154,9 @@ def forward(
         ``(B, Hq, Nq, Dv)`` of the problem's dtype, any strides; written.
     lse : ndarray
         ``(B, Hq, Nq)``, contiguous; written.
+    exact : ndarray, optional
+        Of the shape of `out`, in the compute dtype and contiguous: the output as it is before it is
+        rounded to the problem's dtype; written.
     progress : callable, optional
         Called now and then with the fraction that is done.
     """
@@ -161,8 +164,10 @@ def forward(
         return
     if problem.Nk == 0:
         _without_keys(problem, out, lse)
+        if exact is not None:
+            exact[...] = out
         return
-    attend(problem, out, lse, progress=progress)
+    attend(problem, out, lse, exact=exact, progress=progress)
 
 
 def attend(
@@ -170,6 +175,7 @@ def attend(
     out: NDArray[Any],
     lse: NDArray[Any],
     *,
+    exact: NDArray[Any] | None = None,
     rows: Rows | None = None,
     observers: tuple[score.TileFunction, ...] = (),
     skip_hidden: bool = False,
@@ -186,7 +192,7 @@ def attend(
     n_rows = p.B * p.Hq * p.Nq if rows is None else rows.n_rows
     flops = float(n_rows * p.Nk) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
     n_threads = 1 if flops < TINY else jobs.thread_count()
-    chosen = plan(compute_name(p.dtype), p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, n_threads)
+    chosen = plan(p.storage, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, n_threads)
     if rows is not None:
         chosen = chosen.of_rows(rows, n_threads)
     functions = tile_functions.NONE
@@ -198,6 +204,7 @@ def attend(
         "v": strided(p.v),
         "out": strided(out),
         "lse_ptr": lse.ctypes.data,
+        "exact_ptr": jobs.address(exact),
         "plan_ptr": chosen.ptr,
         "visible": visible(p),
         "skip_hidden": skip_hidden,
@@ -214,7 +221,7 @@ def attend(
         n_threads=n_threads,
         scratch_bytes=chosen.image.n_bytes,
         flops=flops,
-        keepalive=(p, out, lse, chosen, functions),
+        keepalive=(p, out, lse, exact, chosen, functions),
         progress=progress,
     )
     if error_flags:
@@ -251,6 +258,6 @@ def _without_keys(p: Problem, out: NDArray[Any], lse: NDArray[Any]) -> None:
     sinks = p.sinks[None, :, None]
     with np.errstate(invalid="ignore"):
         # a sink that is not finite makes its rows NaN
-        none = np.where(sinks == -np.inf, 0.0, sinks - sinks).astype(p.dtype)
+        none = np.where(sinks == -np.inf, 0.0, sinks - sinks).astype(p.compute)
         lse[...] = np.where(exists[..., 0], sinks + none, lse)
-        out[...] = np.where(exists, none[..., None], out)
+        out[...] = np.where(exists, none[..., None], 0.0)

@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...call.problem import Problem
-from ...call.progress import Progress
-from ...vectors.dtypes import compute_name
+from ...call.progress import Progress, part_of
+from ...vectors import dtypes
 from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
 from .arrays import strided
 from .backward import ARGS, PLAN, TILE, WORK, backward_worker
-from .launch import TINY, visible
+from .launch import TINY, forward, visible
+from .totals import add_up
 from .workspace import Image, common_areas, image
 
 MOST_PARTIALS = 1 << 26
@@ -51,11 +52,11 @@ class BackwardPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan_backward(
-    dtype: str, B: int, Hq: int, Hkv: int, group: int, Nq: int, Nk: int, D: int, Dv: int
+    storage: str, B: int, Hq: int, Hkv: int, group: int, Nq: int, Nk: int, D: int, Dv: int
 ) -> BackwardPlan:
     """Choose tiles and scratch; compile the kernel if need be."""
-    tile, wide = tiles.choose_tile(dtype, 1 << 20), tiles.wide_tile(dtype)
-    block_kv = tiles.backward_block_kv(dtype, D, Dv)
+    tile, wide = tiles.choose_tile(storage, 1 << 20), tiles.wide_tile(storage)
+    block_kv = tiles.backward_block_kv(storage, D, Dv)
     n_tiles = -(-Nq // tile.lanes)
     at_once = max(1, min(TILES_AT_ONCE, n_tiles))
     fields = {
@@ -91,13 +92,14 @@ def _image(tile: Tile, n_tiles: int, f: dict[str, int]) -> Image:
     shared, each = common_areas(tile)
     shared |= {
         **dict.fromkeys(("probs_ptr", "dscores_ptr"), n_tiles * f["probs_stride"]),
-        "query_rows_ptr": n_tiles * lanes * f["padded_D"] * size,
-        "dout_rows_ptr": n_tiles * lanes * f["padded_Dv"] * size,
+        "query_rows_ptr": n_tiles * lanes // tile.per_word * f["padded_D"] * size,
+        "dout_rows_ptr": n_tiles * lanes // tile.per_word * f["padded_Dv"] * size,
         **dict.fromkeys(("derivs_ptr", "plain_ptr", "hidden_ptr"), f["probs_stride"]),
         "keys_ptr": n_rows * f["D"] * size,
         "values_ptr": n_rows * f["Dv"] * size,
         "panels_ptr": n_rows * f["dq_columns"] * size,
-        "out_row_ptr": f["padded_Dv"] * size,
+        **dict.fromkeys(("dout_row_ptr", "out_row_ptr"), f["padded_Dv"] * size),
+        "ds_pairs_ptr": f["probs_stride"] // 2 * (tile.per_word - 1),
         "ones_ptr": lanes * size,
     }
     each |= {
@@ -118,6 +120,7 @@ def backward(
     dlse: NDArray[Any] | None,
     wrt: frozenset[str],
     *,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Return the gradients of a problem.
@@ -132,34 +135,51 @@ def backward(
     problem : Problem
         The call, checked.
     dout, out : ndarray
-        ``(B, Hq, Nq, Dv)`` of the problem's dtype: the gradient and the value of the output.
+        ``(B, Hq, Nq, Dv)`` of the problem's dtype: the gradient and the value of the output; this
+        may be of the compute dtype, as `forward` leaves it in `exact`.
     lse, dlse : ndarray
         ``(B, Hq, Nq)``, contiguous: the log-sum-exp, and its gradient if it has one.
     wrt : frozenset of str
         Among "q", "k", "v", "bias", "sinks" and "alibi_slopes".
+    exact : bool, default False
+        Whether the gradients of q, k and v are wanted in the compute dtype, not rounded.
     progress : callable, optional
         Called now and then with the fraction that is done.
 
     Returns
     -------
     dict
-        A gradient for each name: like q, k and v; of the bias ``problem.bias_shape``; ``(Hq,)``;
-        ``(B, Hq)``.
+        A gradient for each name: like q, k and v; in the compute dtype that of the bias, of
+        ``problem.bias_shape``; ``(Hq,)``; ``(B, Hq)``.
+
+    Notes
+    -----
+    ``delta = dot(dout, out)`` is subtracted from every element of a row of dP. What rounding `out`
+    to 16 bits adds to it does not average out over the keys, as what rounding does to P and dS
+    does: dq would be off by that error times the mean of the keys. So with a rounded `out` a
+    forward pass comes first, and what it finds takes its place.
     """
     p = problem
+    if out.dtype != p.compute:
+        out = _unrounded(p, out, lse, None if progress is None else part_of(progress, 0.0, 2 / 7))
+        progress = None if progress is None else part_of(progress, 2 / 7, 1.0)
     found: dict[str, NDArray[Any]] = {}
     # Of a row that sees nothing, out is 0; the kernel writes the others.
-    delta = np.zeros(lse.shape, p.dtype) if dlse is None else -dlse
-    plan = plan_backward(compute_name(p.dtype), p.B, p.Hq, p.Hkv, p.group, p.Nq, p.Nk, p.D, p.Dv)
+    delta = np.zeros(lse.shape, p.compute) if dlse is None else -dlse
+    plan = plan_backward(p.storage, p.B, p.Hq, p.Hkv, p.group, p.Nq, p.Nk, p.D, p.Dv)
     block_kv = plan.fields["block_kv"]
     split_keys = np.array([tiles.split_keys(int(n), block_kv) for n in p.kv_lens], np.int64)
     n_splits = max(1, int((-(-p.kv_lens // split_keys)).max(initial=1)))
 
     def made(name: str, *shape: int) -> NDArray[Any] | None:
-        return np.zeros(shape, p.dtype) if name in wrt else None
+        return np.zeros(shape, p.compute) if name in wrt else None
 
     items, padded_Nk = p.B * p.Hkv, plan.fields["padded_Nk"]
-    dq = made("q", p.B, p.Hq, p.Nq, p.D)
+    storage = dtypes.compute_name(p.dtype) if exact else p.storage
+    dtype = dtypes.storage_dtype(storage)
+    dq = np.zeros((p.B, p.Hq, p.Nq, p.D), dtype) if "q" in wrt else None
+    # A single partial dq is the gradient itself, if it is not to be rounded.
+    direct = n_splits == 1 and dtype == p.compute
     dk = made("k", p.B, p.Hkv, padded_Nk, plan.fields["padded_D"])
     dv = made("v", p.B, p.Hkv, padded_Nk, plan.fields["padded_Dv"])
     dbias, row_sum, columns = None, None, False
@@ -169,9 +189,9 @@ def backward(
         assert p.bias_shape is not None
         shape = p.bias_shape
         if shape[3] == 1 and p.Nk != 1:
-            row_sum = np.zeros((n_splits, p.B, p.Hq, p.Nq), p.dtype)
+            row_sum = np.zeros((n_splits, p.B, p.Hq, p.Nq), p.compute)
         else:
-            dbias = np.zeros(shape, p.dtype)
+            dbias = np.zeros(shape, p.compute)
             columns = shape[2] == 1 and p.Nq != 1
             strides = tuple(0 if n == 1 else s for n, s in zip(shape, dbias.strides, strict=True))
             # Items that add to the same elements run one after the other.
@@ -179,8 +199,8 @@ def backward(
     distance_sum = made("alibi_slopes", n_splits, p.B, p.Hq, p.Nq)
     # How many key heads run together: as many as their partial dq leave room for.
     at_a_time = max(items, 1)
-    if dq is not None and n_splits > 1:
-        size = n_splits * p.group * p.Nq * p.D * dq.itemsize
+    if dq is not None and not direct:
+        size = n_splits * p.group * p.Nq * p.D * p.compute.itemsize
         at_a_time = max(1, MOST_PARTIALS // (size or 1))
     if one_by_one:
         at_a_time = 1
@@ -216,8 +236,7 @@ def backward(
         own = partials = None
         if dq is not None:
             own = dq.reshape(items, p.group, p.Nq, p.D)[first : first + count]
-            # A single one is the gradient itself.
-            partials = own[None] if n_splits == 1 else np.zeros((n_splits, *own.shape), p.dtype)
+            partials = own[None] if direct else np.zeros((n_splits, *own.shape), p.compute)
         flops = count * pairs
         error_flags = jobs.run_job(
             plan.worker,
@@ -231,15 +250,18 @@ def backward(
             progress=progress,
         )
         score.raise_for_flags(functions.names, error_flags)
-        if own is not None and partials is not None and n_splits > 1:
-            with np.errstate(all="ignore"):
-                np.add.reduce(partials, axis=0, out=own)
+        if own is not None and partials is not None and not direct:
+            add_up(partials, own, storage)
     if dq is not None:
         found["q"] = dq
-    if dk is not None:
-        found["k"] = np.ascontiguousarray(dk[:, :, : p.Nk, : p.D])
-    if dv is not None:
-        found["v"] = np.ascontiguousarray(dv[:, :, : p.Nk, : p.Dv])
+    for name, x, like in (("k", dk, p.k), ("v", dv, p.v)):
+        if x is None:
+            continue
+        if dtype == p.compute:
+            found[name] = np.ascontiguousarray(x[:, :, : like.shape[2], : like.shape[3]])
+        else:
+            found[name] = np.empty(like.shape, dtype)
+            add_up(x[None], found[name], storage)
     with np.errstate(all="ignore"):
         if "sinks" in wrt:
             found["sinks"] = _sink_gradient(p, lse, delta)
@@ -255,11 +277,28 @@ def backward(
     return found
 
 
+def _unrounded(
+    p: Problem, out: NDArray[Any], lse: NDArray[Any], progress: Progress | None
+) -> NDArray[Any]:
+    """Return the output as it was before it was rounded, of rows whose lse is that of this problem.
+
+    Others saw more keys than these: of them the rounded one is all there is.
+    """
+    exact = np.zeros(out.shape, p.compute)
+    again, own_lse = np.empty(out.shape, p.dtype), np.empty(lse.shape, p.compute)
+    forward(p, again, own_lse, exact=exact, progress=progress)
+    same = np.isclose(own_lse, lse, rtol=0.0, atol=0.0, equal_nan=True)
+    if not same.all():
+        with np.errstate(all="ignore"):
+            exact = np.where(same[..., None], exact, out.astype(p.compute))
+    return exact
+
+
 def _sink_gradient(p: Problem, lse: NDArray[Any], delta: NDArray[Any]) -> NDArray[Any]:
     """Return the gradient of each head's sink, which has a share of the sum but no value."""
     assert p.sinks is not None
     exists = np.arange(p.Nq) < p.q_lens[:, None, None]
     weight = np.exp(np.where(exists, p.sinks[None, :, None] - lse, -np.inf))
     share = np.where(exists & (p.sinks != -np.inf)[None, :, None], -weight * delta, 0.0)
-    gradient: NDArray[Any] = share.sum(axis=(0, 2), dtype=np.float64).astype(p.dtype)
+    gradient: NDArray[Any] = share.sum(axis=(0, 2), dtype=np.float64).astype(p.compute)
     return gradient

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ...call.problem import Problem
 from ...call.progress import Progress, part_of
-from ...vectors.dtypes import compute_name
 from ...vectors.lanes import Tile
 from .launch import attend, forward, plan
 from .observe import TILES_TOGETHER, Columns, Rows, RowSums, sum_of_rows
@@ -70,7 +69,7 @@ def observe(
         # a sink of +inf makes its rows NaN, as one of NaN does
         finite = np.where(problem.sinks == np.inf, np.nan, problem.sinks).astype(p.compute)
         sinks = np.where(exists, finite[:, None], np.array(-np.inf, p.compute))
-    whole = plan(compute_name(p.dtype), p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, 0, 1)
+    whole = plan(p.storage, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, 0, 1)
     n_heads = whole.fields["n_heads"]
     n_streams, n_tiles = p.B * whole.fields["n_streams"], whole.fields["end_tile"]
     streams, tiles_at_once = _at_once(n_streams, n_tiles, size, whole.tile)

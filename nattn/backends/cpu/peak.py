@@ -1,5 +1,7 @@
 """The yardstick: how many multiply-adds the processor can do, measured now.
 
+Of bfloat16 they are those that attention is made of: in float32, or dot products of pairs.
+
 The loop touches registers only. Its result is the ceiling that no kernel passes, and since
 processors change their speed, a kernel's share of it means something only in the same run.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from ...vectors.lanes import fma, splat, store, view
+from ...vectors.lanes import chained, splat, store, view
 from . import tiles
 from .jit import kernel
 from .jobs import LINE, enter, job_record, leave, run_job, thread_count
@@ -28,13 +30,13 @@ def multiply_add(tile):
         scratch = enter(own.job_ptr, slot)
         if scratch == 0:
             return
-        x, y = splat(tile, 0.5), splat(tile, 1.0)
+        x, y = splat(tile, 0.5), splat(tile, 1.0)  # as pairs: (0, 0.5), (0, 1.0)
         a = b = c = d = e = f = g = h = i = j = k = m = splat(tile, 0.25 * slot)
         for _ in range(repetitions):
-            a, b, c = fma(a, x, y), fma(b, x, y), fma(c, x, y)
-            d, e, f = fma(d, x, y), fma(e, x, y), fma(f, x, y)
-            g, h, i = fma(g, x, y), fma(h, x, y), fma(i, x, y)
-            j, k, m = fma(j, x, y), fma(k, x, y), fma(m, x, y)
+            a, b, c = chained(tile, a, x, y), chained(tile, b, x, y), chained(tile, c, x, y)
+            d, e, f = chained(tile, d, x, y), chained(tile, e, x, y), chained(tile, f, x, y)
+            g, h, i = chained(tile, g, x, y), chained(tile, h, x, y), chained(tile, i, x, y)
+            j, k, m = chained(tile, j, x, y), chained(tile, k, x, y), chained(tile, m, x, y)
         total = a + b + c + d + e + f + g + h + i + j + k + m
         store(scratch, total)
         leave(own.job_ptr, slot, 0)
@@ -48,7 +50,7 @@ def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float 
     Parameters
     ----------
     dtype : str
-        "float32" or "float64".
+        "float16", "bfloat16", "float32" or "float64".
     threads : int, optional
         Threads to run at once; by default those that attention would use.
     seconds : float
@@ -57,11 +59,12 @@ def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float 
     Returns
     -------
     float
-        GFLOP/s of all threads together; a multiply-add counts as two.
+        GFLOP/s of all threads together; a multiply-add counts as two, a dot product of pairs as
+        four.
 
     Examples
     --------
-    >>> from nattn.backends.cpu import fma_peak
+    >>> from nattn.backends.cpu.door import fma_peak
     >>> fma_peak(seconds=0.01) > 1
     True
     """
@@ -82,4 +85,4 @@ def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float 
         keepalive=None,
     )
     elapsed = time.perf_counter() - begin
-    return 2.0 * _CHAINS * tile.W * repetitions * threads / elapsed / 1e9
+    return 2.0 * tile.per_word * _CHAINS * tile.W * repetitions * threads / elapsed / 1e9

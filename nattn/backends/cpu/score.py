@@ -38,6 +38,7 @@ from ...functions.on_lanes import (
 from ...functions.on_lanes import (
     raise_for_flags as raise_for_flags,  # for the callers of tile functions
 )
+from ...vectors.dtypes import storage_name
 from ...vectors.dual import as_dual, chain, seed
 from ...vectors.dual import value as value_of
 from ...vectors.lanes import (
@@ -65,6 +66,7 @@ from ...vectors.lanes import (
     view,
     write_int64,
 )
+from ...vectors.storage import SIZES
 from .jit import device, inlined, kernel
 
 SIGNATURE = "int64(int64, int64, int64, int64)"
@@ -201,8 +203,8 @@ def add_operand(tile, storage, itemsize):
 
 def operand_function(tile: Tile, operand: NDArray[Any]) -> TileFunction:
     """Return the tile function that adds a broadcast view to the scores."""
-    dtype = operand.dtype
-    address = add_operand(tile, dtype.name, dtype.itemsize)
+    storage = storage_name(operand.dtype) or "bool"
+    address = add_operand(tile, storage, SIZES[storage])
     params = np.array([operand.ctypes.data, *operand.strides], np.int64)
     return TileFunction(address, params, (operand,))
 
@@ -363,7 +365,7 @@ def user_function(
         If lanes cannot express it: the text names the line and the remedy.
     """
     make = restrict if name == "mask_mod" else modify_and_derive if derive else modify
-    one = Tile(tile.dtype, tile.W, 1, 1)
+    one = Tile(tile.dtype, tile.W, 1, 1)  # of all storage types
     index = "int32" if positions < INDEX_BOUND else "int64"
     try:
         address = make(one, UserCode.of(tree), index, packed)

@@ -10,20 +10,30 @@ import math
 
 import numpy as np
 
-from ...vectors.lanes import exp2_nonpositive, load, load_old, sign_bit, splat, store
+from ...vectors.lanes import (
+    exp2_nonpositive,
+    load,
+    load_old,
+    pair_up,
+    sign_bit,
+    splat,
+    store,
+    store_halves,
+)
 from .jit import device
 
 LOG2E = math.log2(math.e)
 
 
 @device
-def running_softmax(tile, scores, n_keys, max_known, tile_max, row_max, row_sum, alpha):
+def running_softmax(tile, scores, n_keys, max_known, joins, tile_max, row_max, row_sum, alpha):
     """Turn scores into probabilities relative to the running maximum, in place.
 
     With `max_known` the vectors at address `tile_max` hold the largest of these scores. -inf is a
     hidden key, of probability 0. A row that has seen nothing yet keeps row_max = -inf, and no
     difference of two infinities is ever taken for it. NaN in a score, or a score of +inf, makes
-    row_sum NaN, and that stays.
+    row_sum NaN, and that stays. With `joins` the probabilities become words of pairs
+    (`join_keys`), once they have been added up.
     """
     row = tile.lanes * tile.itemsize
     for i in range(tile.MV):
@@ -43,11 +53,38 @@ def running_softmax(tile, scores, n_keys, max_known, tile_max, row_max, row_sum,
         shrink = exp2_nonpositive((old - largest) * LOG2E)
         store(alpha + at, shrink)
         total = splat(tile, 0.0)
-        for n in range(n_keys):
-            p = exp2_nonpositive((load(tile, column + n * row) - largest) * LOG2E)
-            total += p
-            store(column + n * row, p)
+        if tile.per_word == 2 and joins:
+            for n in range(0, n_keys, 2):
+                p = exp2_nonpositive((load(tile, column + n * row) - largest) * LOG2E)
+                total += p
+                other = exp2_nonpositive((load(tile, column + (n + 1) * row) - largest) * LOG2E)
+                total += other
+                store(column + n // 2 * row, pair_up(tile, p, other))
+        else:
+            for n in range(n_keys):
+                p = exp2_nonpositive((load(tile, column + n * row) - largest) * LOG2E)
+                total += p
+                store(column + n * row, p)
         store(row_sum + at, load(tile, row_sum + at) * shrink + total)
+
+
+@device
+def join_keys(tile, source, n_keys, dest):
+    """Round the rows of an even number of keys to words of pairs of keys; in place, too."""
+    row, size = tile.lanes * tile.itemsize, tile.W * tile.itemsize
+    for n in range(0, n_keys, 2):
+        for i in range(tile.MV):
+            at = source + n * row + i * size
+            words = pair_up(tile, load(tile, at), load(tile, at + row))
+            store(dest + n // 2 * row + i * size, words)
+
+
+@device
+def join_lanes(tile, rows, n_keys):
+    """Round rows in place to words of pairs of neighbouring lanes, which lie close together."""
+    size = tile.W * tile.itemsize
+    for n in range(n_keys * tile.MV):
+        store_halves(tile, rows + n * size // 2, load(tile, rows + n * size))
 
 
 @device

@@ -8,12 +8,17 @@ arithmetic here (the tile, `block_kv`) follows from the item's own sizes and the
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
-from numba.core.registry import cpu_target
-
+from ...vectors.dtypes import compute_dtype
 from ...vectors.lanes import Tile
+from ...vectors.processor import processor
+from ...vectors.storage import SIZES
 from .jit import compiling
+
+STORAGE = ("float16", "bfloat16", "float32", "float64")
+"""How arrays may be stored."""
 
 TASKS_PER_THREAD = 16
 """A problem is cut into so many tasks for each thread, if it has so many tiles: while one thread
@@ -77,48 +82,101 @@ are chosen by. The tests run the kernels with the tiles of every family, on any 
 def cpu() -> Cpu:
     """Describe the processor that Numba compiles for (which NUMBA_CPU_FEATURES may change)."""
     with compiling:  # the first time, Numba imports half of itself here: a fork has to wait
-        triple, name, features = cpu_target.target_context.codegen().magic_tuple()
-    have = frozenset(f[1:] for f in features.split(",") if f.startswith("+"))
-    if triple.startswith(("aarch64", "arm64")):
+        found = processor()
+    if found.is_arm:
         family = "NEON"
-    elif "avx512f" in have:
+    elif "avx512f" in found.features:
         family = "AVX-512"
-    elif "avx" in have:
-        family = "AVX2" if "fma" in have else "AVX"
+    elif "avx" in found.features:
+        family = "AVX2" if "fma" in found.features else "AVX"
     else:
         family = "SSE2"
-    return Cpu(name, have, family)
+    return Cpu(found.name, found.features, family)
+
+
+BFLOAT16_PRODUCTS = {"float32": "fma", "pairs": "pairs", "emulated": "emulated pairs"}
+"""How bfloat16 numbers may be multiplied, by the value of NATTN_BFLOAT16 that asks for it."""
 
 
 @functools.cache
-def choose_tile(dtype: str, rows: int) -> Tile:
-    """Return the register tile for a stream of so many query rows.
+def bfloat16_product() -> str:
+    """Return how bfloat16 numbers are multiplied: one of `vectors.lanes.types.PRODUCTS`.
 
-    The wide tile keeps MV * NR accumulators, MV vectors and one broadcast in registers; without
-    FMA the product needs one more. Few rows take one vector and more keys at a time.
+    In pairs where that is faster than float32's multiply-add. Intel's processors with AVX512-BF16
+    have it for the sake of AMX: they do one dot product in the time of four multiply-adds, half the
+    work (measured, Emerald Rapids). AMD's do twice the work. The environment variable
+    NATTN_BFLOAT16 overrides that.
+
+    Raises
+    ------
+    ValueError
+        If NATTN_BFLOAT16 is neither empty nor a key of `BFLOAT16_PRODUCTS`.
+    RuntimeError
+        If it asks for an instruction that the processor does not have.
     """
     c = cpu()
-    width = c.vector_bytes // (4 if dtype == "float32" else 8)
+    has_pairs = {"avx512bf16", "avx512vl"} <= c.features
+    asked = os.environ.get("NATTN_BFLOAT16", "")
+    if not asked:
+        asked = "pairs" if has_pairs and c.name.startswith("znver") else "float32"
+    if asked not in BFLOAT16_PRODUCTS:
+        expected = ", ".join(map(repr, BFLOAT16_PRODUCTS))
+        raise ValueError(f"NATTN_BFLOAT16: expected {expected} or nothing, got {asked!r}")
+    if asked == "pairs" and not has_pairs:
+        raise RuntimeError(
+            "NATTN_BFLOAT16: expected 'float32' or 'emulated' on a processor without AVX512-BF16, "
+            f"got 'pairs' on {c.name}"
+        )
+    return BFLOAT16_PRODUCTS[asked]
+
+
+def _tile(storage: str, MV: int, NR: int) -> Tile:
+    """Return a register tile for arrays that are stored so.
+
+    The tile of emulated pairs is small: it is for tests, and what lanes do takes long to compile.
+    """
+    dtype = compute_dtype(storage).name
+    product = bfloat16_product() if storage == "bfloat16" else "fma"
+    if product == "emulated pairs":
+        MV, NR = 1, 4
+    return Tile(dtype, cpu().vector_bytes // SIZES[dtype], MV, NR, storage, product)
+
+
+def _wide_shape() -> tuple[int, int]:
+    """Return MV and NR of the tile for many rows.
+
+    It keeps MV * NR accumulators, MV vectors and one broadcast in registers; without FMA the
+    product needs one more.
+    """
+    c = cpu()
     if c.registers >= 32:
-        wide, narrow = (3, 8), (1, 16)
-    elif c.fma:
-        wide, narrow = (3, 4), (1, 8)
-    else:
-        wide, narrow = (2, 4), (1, 8)
-    return Tile(dtype, width, *(narrow if rows <= width else wide))
+        return 3, 8
+    return (3, 4) if c.fma else (2, 4)
 
 
 @functools.cache
-def block_kv(dtype: str, D: int) -> int:
+def choose_tile(storage: str, rows: int) -> Tile:
+    """Return the register tile for a stream of so many query rows.
+
+    Few rows take one vector and more keys at a time.
+    """
+    wide = _tile(storage, *_wide_shape())
+    return wide if rows > wide.W else _tile(storage, 1, 16 if cpu().registers >= 32 else 8)
+
+
+@functools.cache
+def block_kv(storage: str, D: int) -> int:
     """Return the number of keys in a block.
 
     The scores of one wide tile take a good half of the first-level cache, and the keys and values
     of the block less than half of the second. Between 128 and 256 keys speed hardly changes. All
-    tiles of a dtype use the same blocks: with the order of additions, so do the bits of a row.
+    tiles of a storage type use the same blocks: with the order of additions, so do the bits of a
+    row.
     """
-    tile = choose_tile(dtype, 1 << 20)
-    by_scores = max(128, L1_SHARE // (tile.lanes * tile.itemsize))
-    by_keys = max(64, L2_SHARE // (4 * D * tile.itemsize))
+    size = SIZES[compute_dtype(storage).name]
+    lanes = cpu().vector_bytes // size * _wide_shape()[0]
+    by_scores = max(128, L1_SHARE // (lanes * size))
+    by_keys = max(64, L2_SHARE // (4 * D * size))
     return min(by_scores, by_keys, 256) // 64 * 64
 
 
@@ -137,17 +195,15 @@ def tiles_per_task(
     return -(-tiles // -(-tiles // most))
 
 
-def wide_tile(dtype: str) -> Tile:
+def wide_tile(storage: str) -> Tile:
     """Return the register tile of the products that have the head dimension in lanes."""
-    c = cpu()
-    width = c.vector_bytes // (4 if dtype == "float32" else 8)
-    return Tile(dtype, width, 2, 8 if c.registers >= 32 else 4)
+    return _tile(storage, 2, 8 if cpu().registers >= 32 else 4)
 
 
 @functools.cache
-def backward_block_kv(dtype: str, D: int, Dv: int) -> int:
+def backward_block_kv(storage: str, D: int, Dv: int) -> int:
     """Return the number of keys in a block of the backward pass."""
-    size = 4 if dtype == "float32" else 8
+    size = SIZES[compute_dtype(storage).name]
     return max(64, min(128, 128 * 1024 // (2 * (D + Dv) * size) // 64 * 64))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 from numba import cuda
 from numpy.typing import NDArray
 
@@ -15,6 +16,8 @@ from . import launch
 from .target import SIMULATED
 
 __all__ = ["backward", "check_usable", "forward"]
+
+KEEPS_EXACT = False
 
 
 @functools.cache  # what raised is tried again
@@ -103,6 +106,9 @@ def backward(
         ``problem.bias_shape``; ``(Hq,)``; ``(B, Hq)``. Of arrays on a GPU what
         `nattn.call.results.new_gradient` made.
     """
+    if problem.allocator is None:
+        with np.errstate(over="ignore"):
+            out = out.astype(problem.dtype, copy=False)
     with on_device(None if problem.allocator is None else problem.allocator.device):
         found = launch.gradients(problem, dout, out, lse, dlse, wrt)
     if progress is not None:

@@ -27,6 +27,7 @@ from numba.core import config
 from numba.core.errors import NumbaPerformanceWarning
 
 from ...vectors import elementary
+from ...vectors.storage import SIZES, STORED, decode, encode
 from ...vectors.vector import I32, I64, Vector
 from . import twins
 
@@ -38,7 +39,7 @@ _configuring = threading.Lock()
 if SIMULATED:
     twins.make_shared_arrays_once()
 
-STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+STORAGE = {name: SIZES[name] for name in ("float16", "bfloat16", "float32", "float64")}
 """How floats may be stored, and the bytes that one takes."""
 
 
@@ -132,12 +133,6 @@ def _typeof(args: Any) -> Any:
 
 # Memory by address
 
-_LLVM = {
-    "float16": ir.IntType(16),
-    "bfloat16": ir.IntType(16),
-    "float32": ir.FloatType(),
-    "float64": ir.DoubleType(),
-}
 _GLOBAL = 1  # the address space that is not a thread's own, nor shared by a block
 
 
@@ -155,30 +150,14 @@ def _read(b: Any, address: Any, ty: Any, align: int) -> Any:
 
 def _decode(b: Any, x: Any, storage: str) -> Any:
     """Turn what is stored into a float."""
-    if storage == "float16":
-        return b.fpext(b.bitcast(x, ir.HalfType()), ir.FloatType())
-    if storage == "bfloat16":
-        return b.bitcast(b.shl(b.zext(x, I32), I32(16)), ir.FloatType())
-    return x
-
-
-def _encode(b: Any, x: Any, storage: str) -> Any:
-    """Turn a float into what is stored."""
-    if storage == "float16":
-        return b.bitcast(b.fptrunc(x, ir.HalfType()), ir.IntType(16))
-    if storage == "bfloat16":
-        bits = b.bitcast(x, I32)
-        odd = b.and_(b.lshr(bits, I32(16)), I32(1))
-        rounded = b.lshr(b.add(bits, b.add(odd, I32(0x7FFF))), I32(16))
-        quiet = b.or_(b.lshr(bits, I32(16)), I32(0x40))
-        return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), ir.IntType(16))
-    return x
+    to = ir.DoubleType() if storage == "float64" else ir.FloatType()
+    return decode(Vector(b, x), storage, to).value
 
 
 @functools.cache
 def load(storage: str) -> Any:
     """Return ``load(address)``: the float stored there, in float32 or float64."""
-    ty, to = _LLVM[storage], compute_type(storage)
+    ty, to = STORED[storage], compute_type(storage)
 
     def emit(typingctx, address):
         def codegen(context, b, sig, args):
@@ -192,7 +171,7 @@ def load(storage: str) -> Any:
 @functools.cache
 def load4(storage: str) -> Any:
     """Return ``load4(address)``: four adjacent floats, at a multiple of their bytes or of 16."""
-    ty, to = ir.VectorType(_LLVM[storage], 4), types.UniTuple(compute_type(storage), 4)
+    ty, to = ir.VectorType(STORED[storage], 4), types.UniTuple(compute_type(storage), 4)
     align = min(16, 4 * STORAGE[storage])
 
     def emit(typingctx, address):
@@ -213,7 +192,7 @@ def store(storage: str) -> Any:
 
     def emit(typingctx, address, x):
         def codegen(context, b, sig, args):
-            value = _encode(b, context.cast(b, args[1], sig.args[1], of), storage)
+            value = encode(Vector(b, context.cast(b, args[1], sig.args[1], of)), storage).value
             b.store(value, _pointer(b, args[0], value.type)).align = STORAGE[storage]
             return context.get_dummy_value()
 

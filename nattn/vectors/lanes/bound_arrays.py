@@ -20,11 +20,12 @@ from numba.extending import (
     register_model,
 )
 
+from ..storage import STORED
 from ..vector import I32, I64, Vector, constant, extract, insert, on_gpu, vector_type
 from .conversions import as_lanes, broadcast
 from .memory import emit_load_constant
 from .operators import typed
-from .strided import STORAGE, from_storage
+from .strided import from_storage
 from .types import Lanes
 
 
@@ -182,7 +183,7 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     assert outside is not None
     _set_error_flags(b, array.error_flags, outside, ty.real.width)
     base = b.select(empty, b.ptrtoint(_nothing(b), I64), array.address)
-    stored = STORAGE.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
+    stored = STORED.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
     x = ir.Constant(vector_type(stored, to.width), ir.Undefined)
     for lane in range(to.width):
         at = b.add(base, extract(b, offsets.value, lane))

@@ -8,8 +8,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..vector import I64, Vector, constant
-from .conversions import broadcast
+from ..pairs import add_dot
+from ..storage import I16
+from ..vector import I32, I64, Vector, constant, vector_type
+from .conversions import as_lanes, broadcast
 from .memory import emit_load, emit_store
 from .types import LLVM
 
@@ -28,111 +30,109 @@ def zeros(typingctx: Any, tile: Any) -> Any:
 
 
 @intrinsic
-def outer_fma(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) -> Any:
+def add_outer(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) -> Any:
     """Add an outer product: ``acc[j, i] += a[i] * x[j]``.
 
-    a[i] are MV adjacent vectors at byte address `a`; x[j] are NR scalars `stride` bytes apart,
-    the first at byte address `x`.
+    a[i] are MV adjacent vectors of words at byte address `a`; x[j] are NR words `stride` bytes
+    apart, the first at byte address `x`. The product of words of pairs is their dot product.
     """
-    mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        _, acc_, a_, x_, stride_ = args
-        size = tile.tile.itemsize * to.width
-        vectors = [Vector(b, emit_load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
-        out = acc_
-        for j in range(nr):
-            scalar = emit_load(b, b.add(x_, b.mul(stride_, I64(j))), LLVM[to.dtype])
-            spread = Vector(b, broadcast(b, scalar, to.width))
-            for i in range(mv):
-                old = Vector(b, b.extract_value(acc_, j * mv + i))
-                out = b.insert_value(out, vectors[i].fma(spread, old).value, j * mv + i)
-        return out
-
-    return acc(tile, acc, types.int64, types.int64, types.int64), codegen
+    return acc(tile, acc, types.int64, types.int64, types.int64), _outer(tile, "")
 
 
 @intrinsic
-def store_tile(typingctx: Any, tile: Any, acc: Any, address: Any, top: Any) -> Any:
-    """Write the register tile row by row: NR rows of MV vectors, without a gap.
+def add_outer_visible(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) -> Any:
+    """Add an outer product as `add_outer` does, without what is -0.0 in a[i].
 
-    The MV vectors at address `top` become the maximum of themselves and the rows (a NaN is
-    passed over): while the tile is in registers and waits to be written, that costs nothing.
+    That is what is hidden; 0 * NaN would be NaN. Negative numbers and a NaN with a sign are not.
     """
-    mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
+    return acc(tile, acc, types.int64, types.int64, types.int64), _outer(tile, "a")
+
+
+@intrinsic
+def add_outer_unless_hidden(
+    typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any
+) -> Any:
+    """Add an outer product as `add_outer` does, without what is -0.0 in x[j].
+
+    It is `add_outer_visible` where the scalars are what may be hidden.
+    """
+    return acc(tile, acc, types.int64, types.int64, types.int64), _outer(tile, "x")
+
+
+def _outer(tile: Any, hidden: str) -> Any:
+    """Return what writes an outer product; `hidden` says which factor is -0.0 if it is hidden."""
+    mv, nr, to, pairs = tile.tile.MV, tile.tile.NR, tile.real, tile.tile.per_word == 2
+    size, mark = tile.tile.itemsize * to.width, _hidden_halves if pairs else _is_negative_zero
+
+    def product(old: Vector, a: Vector, x: Vector, unseen: Any) -> Vector:
+        if not pairs:
+            new = a.fma(x, old)
+            return new if unseen is None else unseen.where(old, new)
+        if unseen is not None:  # a product with 0 of any sign adds nothing
+            a, x = (a, x & ~unseen) if hidden == "a" else (a & ~unseen, x)
+        return add_dot(old, a, x, tile.tile.product)
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        size = tile.tile.itemsize * to.width
-        for n in range(mv * nr):
-            emit_store(b, b.add(args[2], I64(n * size)), b.extract_value(args[1], n))
-        for i in range(mv):
-            at = b.add(args[3], I64(i * size))
-            largest = Vector(b, emit_load(b, at, to.llvm))
-            for j in range(nr):
-                x = Vector(b, b.extract_value(args[1], j * mv + i))
-                largest = x.cmp(">", largest).where(x, largest)
-            emit_store(b, at, largest.value)
-        return context.get_dummy_value()
+        _, acc_, a_, x_, stride_ = args
+        words = vector_type(I32, to.width) if pairs else to.llvm
+        scalar = I32 if pairs else LLVM[to.dtype]
+        vectors = [Vector(b, emit_load(b, b.add(a_, I64(i * size)), words)) for i in range(mv)]
+        unseen = [mark(v) if hidden == "a" else None for v in vectors]
+        out = acc_
+        for j in range(nr):
+            word = emit_load(b, b.add(x_, b.mul(stride_, I64(j))), scalar)
+            spread = Vector(b, broadcast(b, word, to.width))
+            if hidden == "x":
+                unseen = [mark(spread)] * mv
+            for i in range(mv):
+                old = Vector(b, b.extract_value(acc_, j * mv + i))
+                new = product(old, vectors[i], spread, unseen[i])
+                out = b.insert_value(out, new.value, j * mv + i)
+        return out
 
-    return types.void(tile, acc, types.int64, types.int64), codegen
+    return codegen
 
 
 def _is_negative_zero(x: Vector) -> Vector:
     return x.bits().cmp("<", 0) & x.cmp("==", 0.0)
 
 
-@intrinsic
-def outer_fma_visible(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) -> Any:
-    """Add an outer product as `outer_fma` does, and leave acc as it is where a[i] is -0.0.
+def _hidden_halves(words: Vector) -> Vector:
+    """Return a mask of the halves of words that are -0.0."""
+    b = words.b
+    halves = Vector(b, b.bitcast(words.value, vector_type(I16, 2 * words.width)))
+    same = halves.cmp("==", -(1 << 15))
+    mask = b.sext(same.value, halves.type)
+    return Vector(b, b.bitcast(mask, words.type))
 
-    That is what is hidden; 0 * NaN would be NaN. Negative numbers and a NaN with a sign are not.
+
+@intrinsic
+def store_tile(typingctx: Any, tile: Any, acc: Any, address: Any, top: Any, factor: Any) -> Any:
+    """Write the register tile row by row: NR rows of MV vectors, without a gap.
+
+    Products of pairs are multiplied by `factor` first; other words have it in them. The MV vectors
+    at address `top` become the maximum of themselves and the rows (a NaN is passed over): while
+    the tile is in registers and waits to be written, that costs nothing.
     """
     mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        _, acc_, a_, x_, stride_ = args
         size = tile.tile.itemsize * to.width
-        vectors = [Vector(b, emit_load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
-        hidden = [_is_negative_zero(v) for v in vectors]
-        out = acc_
-        for j in range(nr):
-            scalar = emit_load(b, b.add(x_, b.mul(stride_, I64(j))), LLVM[to.dtype])
-            spread = Vector(b, broadcast(b, scalar, to.width))
-            for i in range(mv):
-                old = Vector(b, b.extract_value(acc_, j * mv + i))
-                new = hidden[i].where(old, vectors[i].fma(spread, old))
-                out = b.insert_value(out, new.value, j * mv + i)
-        return out
+        found = [Vector(b, b.extract_value(args[1], n)) for n in range(mv * nr)]
+        if tile.tile.per_word == 2:
+            spread = as_lanes(context, b, args[4], sig.args[4], to)
+            found = [x * spread for x in found]
+        for n, x in enumerate(found):
+            emit_store(b, b.add(args[2], I64(n * size)), x.value)
+        for i in range(mv):
+            at = b.add(args[3], I64(i * size))
+            largest = Vector(b, emit_load(b, at, to.llvm))
+            for x in found[i::mv]:
+                largest = x.cmp(">", largest).where(x, largest)
+            emit_store(b, at, largest.value)
+        return context.get_dummy_value()
 
-    return acc(tile, acc, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def outer_fma_unless_hidden(
-    typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any
-) -> Any:
-    """Add an outer product as `outer_fma` does, and leave acc[j] as it is where x[j] is -0.0.
-
-    It is `outer_fma_visible` where the scalars are what may be hidden.
-    """
-    mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        _, acc_, a_, x_, stride_ = args
-        size = tile.tile.itemsize * to.width
-        vectors = [Vector(b, emit_load(b, b.add(a_, I64(i * size)), to.llvm)) for i in range(mv)]
-        out = acc_
-        for j in range(nr):
-            scalar = emit_load(b, b.add(x_, b.mul(stride_, I64(j))), LLVM[to.dtype])
-            spread = Vector(b, broadcast(b, scalar, to.width))
-            hidden = _is_negative_zero(spread)
-            for i in range(mv):
-                old = Vector(b, b.extract_value(acc_, j * mv + i))
-                new = hidden.where(old, vectors[i].fma(spread, old))
-                out = b.insert_value(out, new.value, j * mv + i)
-        return out
-
-    return acc(tile, acc, types.int64, types.int64, types.int64), codegen
+    return types.void(tile, acc, types.int64, types.int64, factor), codegen
 
 
 @intrinsic
@@ -156,18 +156,25 @@ def rescale_add_tile(typingctx: Any, tile: Any, acc: Any, address: Any, alpha: A
 
 
 @intrinsic
-def add_tile(typingctx: Any, tile: Any, acc: Any, address: Any, stride: Any) -> Any:
-    """Add the register tile to memory whose rows lie `stride` bytes apart."""
+def add_tile(typingctx: Any, tile: Any, acc: Any, address: Any, stride: Any, factor: Any) -> Any:
+    """Add the register tile to memory whose rows lie `stride` bytes apart.
+
+    As in `store_tile`, products of pairs are multiplied by `factor`.
+    """
     mv, nr, to = tile.tile.MV, tile.tile.NR, tile.real
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        size = tile.tile.itemsize * to.width
+        size, spread = tile.tile.itemsize * to.width, None
+        if tile.tile.per_word == 2:
+            spread = as_lanes(context, b, args[4], sig.args[4], to)
         for j in range(nr):
             row = b.add(args[2], b.mul(args[3], I64(j)))
             for i in range(mv):
                 at = b.add(row, I64(i * size))
                 old = Vector(b, emit_load(b, at, to.llvm))
-                emit_store(b, at, (old + Vector(b, b.extract_value(args[1], j * mv + i))).value)
+                new = Vector(b, b.extract_value(args[1], j * mv + i))
+                new = old + new if spread is None else new.fma(spread, old)
+                emit_store(b, at, new.value)
         return context.get_dummy_value()
 
-    return types.void(tile, acc, types.int64, types.int64), codegen
+    return types.void(tile, acc, types.int64, types.int64, factor), codegen

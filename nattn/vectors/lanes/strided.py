@@ -2,61 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..vector import I32, I64, Vector, constant, insert, vector_type
+from ..storage import STORED, decode, encode
+from ..vector import I32, I64, Vector, insert, vector_type
 from .conversions import broadcast
 from .memory import emit_load, emit_store
-from .types import Lanes, TileType
-
-STORAGE = {
-    "bool": ir.IntType(8),
-    "float16": ir.IntType(16),
-    "float32": ir.FloatType(),
-    "float64": ir.DoubleType(),
-}
-
-
-def _storage_name(storage: Any) -> str:
-    """Return how elements are stored: a literal says so, a tile means its own float type."""
-    name: str = storage.tile.dtype if isinstance(storage, TileType) else storage.literal_value
-    return name
+from .types import Lanes
 
 
 def from_storage(b: Any, x: Any, storage: str, to: Lanes) -> Any:
     """Convert a vector as it is stored to the tile's floats; True is 0 and False -inf."""
-    v = Vector(b, x)
-    if storage == "bool":
-        zero = Vector(b, constant(to.llvm, 0.0))
-        return v.cmp("!=", 0).where(zero, -math.inf).value
-    if storage == "float16":
-        return _half_to_float(v, to).value
-    if storage == str(to.dtype):
-        return x
-    return (b.fpext if storage == "float32" else b.fptrunc)(x, to.llvm)
+    return decode(Vector(b, x), storage, to.llvm).value
 
 
-def _half_to_float(x: Vector, to: Lanes) -> Vector:
-    """Convert half floats by their bits: not every processor has the instruction.
-
-    Moved to float32's place the exponent is 112 too small: one exact product mends it, for
-    subnormal numbers too. Inf and NaN get the full exponent.
-    """
-    b = x.b
-    wide = Vector(b, b.zext(x.value, vector_type(I32, to.width)))
-    magnitude = ((wide & 0x7FFF) << 13).as_float() * 2.0**112
-    special = (wide & 0x7C00).cmp("==", 0x7C00).where(0x7F800000, wide.const(0))
-    sign = (wide & 0x8000) << 16
-    y = (magnitude.bits() | special | sign).as_float()
-    return Vector(b, b.fpext(y.value, to.llvm)) if to.dtype == types.float64 else y
-
-
-def _lane_address(b: Any, base: Any, offsets: Any, lane: int) -> Any:
+def lane_address(b: Any, base: Any, offsets: Any, lane: int) -> Any:
+    """Return the byte address of a lane: ``base + offsets[lane]``."""
     return b.add(base, emit_load(b, b.add(offsets, I64(8 * lane)), I64))
 
 
@@ -80,6 +45,17 @@ def _transpose(b: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
+def emit_gather_transposed(
+    b: Any, to: Lanes, storage: str, base: Any, offsets: Any, dest: Any, stride: Any
+) -> None:
+    """Write what `gather_transposed` does."""
+    ty = vector_type(STORED[storage], to.width)
+    rows = [emit_load(b, lane_address(b, base, offsets, n), ty) for n in range(to.width)]
+    for n, column in enumerate(_transpose(b, rows)):
+        at = b.add(dest, b.mul(stride, I64(n)))
+        emit_store(b, at, from_storage(b, column, storage, to))
+
+
 @intrinsic(prefer_literal=True)
 def gather_transposed(
     typingctx: Any, tile: Any, storage: Any, base: Any, offsets: Any, dest: Any, stride: Any
@@ -87,17 +63,12 @@ def gather_transposed(
     """Read W adjacent elements for every lane and write them as W vectors over the lanes.
 
     Lane l reads at byte address ``base + offsets[l]`` (`offsets` is the address of int64); vector
-    c goes to ``dest + c * stride``. The storage type is a literal, "float16", "float32",
-    "float64" or "bool" (of which True becomes 0 and False -inf), or a tile for its own floats.
+    c goes to ``dest + c * stride``. The storage type is a literal, "float16", "bfloat16",
+    "float32", "float64" or "bool" (of which True becomes 0 and False -inf).
     """
-    to, name, width = tile.real, _storage_name(storage), tile.real.width
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        ty = vector_type(STORAGE[name], width)
-        rows = [emit_load(b, _lane_address(b, args[2], args[3], n), ty) for n in range(width)]
-        for n, column in enumerate(_transpose(b, rows)):
-            at = b.add(args[4], b.mul(args[5], I64(n)))
-            emit_store(b, at, from_storage(b, column, name, to))
+        emit_gather_transposed(b, tile.real, storage.literal_value, *args[2:])
         return context.get_dummy_value()
 
     return types.void(tile, storage, *[types.int64] * 4), codegen
@@ -106,12 +77,12 @@ def gather_transposed(
 @intrinsic(prefer_literal=True)
 def load_lanes(typingctx: Any, tile: Any, storage: Any, base: Any, offsets: Any) -> Any:
     """Read one element for every lane, at byte address ``base + offsets[lane]``."""
-    to, name = tile.real, _storage_name(storage)
+    to, name = tile.real, storage.literal_value
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        x = ir.Constant(vector_type(STORAGE[name], to.width), ir.Undefined)
+        x = ir.Constant(vector_type(STORED[name], to.width), ir.Undefined)
         for n in range(to.width):
-            value = emit_load(b, _lane_address(b, args[2], args[3], n), STORAGE[name])
+            value = emit_load(b, lane_address(b, args[2], args[3], n), STORED[name])
             x = insert(b, x, value, n)
         return from_storage(b, x, name, to)
 
@@ -121,10 +92,10 @@ def load_lanes(typingctx: Any, tile: Any, storage: Any, base: Any, offsets: Any)
 @intrinsic(prefer_literal=True)
 def load_splat(typingctx: Any, tile: Any, storage: Any, address: Any) -> Any:
     """Read one element at a byte address into every lane."""
-    to, name = tile.real, _storage_name(storage)
+    to, name = tile.real, storage.literal_value
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        value = emit_load(b, args[2], STORAGE[name])
+        value = emit_load(b, args[2], STORED[name])
         return from_storage(b, broadcast(b, value, to.width), name, to)
 
     return to(tile, storage, types.int64), codegen
@@ -137,7 +108,8 @@ def scatter_transposed(
     """Write W vectors over the lanes as W adjacent elements for each of the first lanes.
 
     `gather_transposed` turned round: vector c is at ``source + c * stride``, lane l writes at the
-    byte address ``base + offsets[l]``, and only lanes below `count` write.
+    byte address ``base + offsets[l]``, as the tile's arrays are stored, and only lanes below
+    `count` write.
     """
     return types.void(tile, *[types.int64] * 5), _scatter(tile, False)
 
@@ -146,7 +118,7 @@ def scatter_transposed(
 def scatter_add_transposed(
     typingctx: Any, tile: Any, source: Any, stride: Any, base: Any, offsets: Any, count: Any
 ) -> Any:
-    """Add what `scatter_transposed` would write."""
+    """Add what `scatter_transposed` would write, to numbers of the type that is computed in."""
     return types.void(tile, *[types.int64] * 5), _scatter(tile, True)
 
 
@@ -159,10 +131,12 @@ def _scatter(tile: Any, add: bool) -> Any:
         ]
         for n, row in enumerate(_transpose(b, vectors)):
             with b.if_then(b.icmp_signed("<", I64(n), args[5])):
-                at = _lane_address(b, args[3], args[4], n)
+                at, x = lane_address(b, args[3], args[4], n), Vector(b, row)
                 if add:
-                    row = (Vector(b, emit_load(b, at, to.llvm)) + Vector(b, row)).value
-                emit_store(b, at, row)
+                    x = Vector(b, emit_load(b, at, to.llvm)) + x
+                else:
+                    x = encode(x, tile.tile.storage)
+                emit_store(b, at, x.value)
         return context.get_dummy_value()
 
     return codegen

@@ -17,6 +17,7 @@ from numba.extending import (
     typeof_impl,
 )
 
+from ..storage import SIZES
 from ..vector import I32, I64, vector_type
 
 LLVM = {
@@ -128,6 +129,11 @@ class _LanesModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, fe_type.llvm)
 
 
+PRODUCTS = ("fma", "pairs", "emulated pairs")
+"""How a tile multiplies: by fused multiply-adds, or by dot products of pairs of bfloat16 numbers,
+which an instruction computes (`pairs`), or other instructions bit for bit as that one does."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """The vectors and the register tile that a kernel is compiled for.
@@ -135,19 +141,29 @@ class Tile:
     Attributes
     ----------
     dtype : str
-        "float32" or "float64".
+        What is computed in: "float32" or "float64".
     W : int
         Lanes of one vector.
     MV : int
         Vectors side by side: a tile is ``MV * W`` lanes wide.
     NR : int
         Broadcast scalars of the outer product: ``MV * NR`` vectors accumulate in registers.
+    storage : str
+        What the arrays are stored as that a kernel reads and writes for its caller: "float16",
+        "bfloat16", "float32" or "float64"; by default as `dtype`.
+    product : str
+        One of `PRODUCTS`. Pairs are of bfloat16 numbers, and computed in float32.
     """
 
     dtype: str
     W: int
     MV: int
     NR: int
+    storage: str = ""
+    product: str = "fma"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "storage", self.storage or self.dtype)
 
     @property
     def lanes(self) -> int:
@@ -156,13 +172,23 @@ class Tile:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element in scratch, where everything has the type that is computed in."""
-        return 4 if self.dtype == "float32" else 8
+        """Bytes of one number that is computed with, and of one word."""
+        return SIZES[self.dtype]
 
     @property
     def storage_size(self) -> int:
         """Bytes of one element of the arrays that a kernel reads and writes for its caller."""
-        return self.itemsize
+        return SIZES[self.storage]
+
+    @property
+    def per_word(self) -> int:
+        """Numbers in a word: in what a product takes, in scratch, as one scalar or lane."""
+        return 1 if self.product == "fma" else 2
+
+    @property
+    def compute(self) -> Tile:
+        """The tile whose arrays are stored as what is computed in."""
+        return Tile(self.dtype, self.W, self.MV, self.NR)
 
 
 class TileType(types.Opaque):
@@ -191,16 +217,19 @@ def _constant_tile(context: Any, builder: Any, ty: Any, pyval: Any) -> Any:
     return context.get_dummy_value()
 
 
+_NUMBERS = ("W", "MV", "NR", "lanes", "itemsize", "storage_size", "per_word")
+
+
 @infer_getattr
 class _TileAttributes(AttributeTemplate):
     key = TileType
 
     def generic_resolve(self, typ: Any, attr: str) -> Any:
-        return (
-            types.int64 if attr in ("W", "MV", "NR", "lanes", "itemsize", "storage_size") else None
-        )
+        if attr == "compute":
+            return TileType(typ.tile.compute)
+        return types.int64 if attr in _NUMBERS else None
 
 
 @lower_getattr_generic(TileType)
 def _tile_attribute(context: Any, builder: Any, typ: Any, value: Any, attr: str) -> Any:
-    return I64(getattr(typ.tile, attr))
+    return context.get_dummy_value() if attr == "compute" else I64(getattr(typ.tile, attr))
