@@ -21,6 +21,7 @@ import numpy as np
 
 import nattn
 from nattn.backends import load as load_backend
+from nattn.vectors.dtypes import storage_dtype
 
 CALLS: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
     # (H, Nq, Nk, D): several tiles, edges, few queries, hidden elements
@@ -296,10 +297,12 @@ def memory(n: int, what: str) -> None:
         options["bias"] = rng.standard_normal((n, 1)).astype("f4")
     elif what == "window":
         options["window_size"] = (1000, 1000)
-    elif what == "strided":
+    elif what in ("strided", "float16", "bfloat16"):
         rows, D = 64, 64  # a copy of the keys would show, their product with q would not
     q = rng.standard_normal((1, 1, rows, D), dtype=np.float32)
     k, v = (rng.standard_normal((1, 1, n, D), dtype=np.float32) for _ in range(2))
+    if "float16" in what:
+        q, k, v = (x.astype(storage_dtype(what)) for x in (q, k, v))
     out = np.ones_like(q)  # touched, so that its pages count as there before
     if what == "strided":
         k, v = (x.reshape(1, 1, D, n).transpose(0, 1, 3, 2)[:, :, ::-1] for x in (k, v))

@@ -24,6 +24,7 @@ SETS: dict[
     str, tuple[str, Callable[[str], bool], str]
 ] = {  # the processor's name, and what it has of which features
     "avx512": ("skylake-avx512", lambda f: not WIDE.search(f), "f bw cd dq vl"),
+    "pairs": ("znver4", lambda f: not WIDE.search(f), "f bw cd dq vl bf16"),
     "avx2": ("haswell", lambda f: not WIDE.search(f), ""),
     "no fma": ("ivybridge", lambda f: not WIDE.search(f) and not f.startswith("fma"), ""),
     "sse2": ("x86-64", lambda f: f in BASELINE, ""),
@@ -43,7 +44,7 @@ def features(name: str) -> dict[str, bool]:
     """Return every feature that LLVM knows of this machine's, switched on or off for a set."""
     _, keep, more = SETS[name]
     chosen = {f: on and keep(f) for f, on in host().items()}
-    if name in ("avx2", "avx512"):
+    if name in ("avx2", "avx512", "pairs"):
         chosen |= dict.fromkeys(("avx", "avx2", "fma"), True)
     return chosen | {f"avx512{part}": True for part in more.split()}
 
@@ -104,17 +105,52 @@ def product_loops(assembly: str) -> list[list[str]]:
     return found
 
 
+def count(lines: list[str], pattern: str) -> int:
+    return sum(bool(re.search(pattern, x)) for x in lines)
+
+
+def assembly_of(storage: str, gradients: bool) -> str:
+    """Compile the wide kernel for arrays that are stored so."""
+    from nattn.backends.cpu import tiles
+
+    tile = tiles.choose_tile(storage, 1 << 20)
+    if gradients:
+        backward: Any = importlib.import_module("nattn.backends.cpu.backward")
+        return str(backward.backward_worker.inspect_asm(tile, tiles.wide_tile(storage)))
+    forward: Any = importlib.import_module("nattn.backends.cpu.forward")
+    return str(forward.forward_worker.inspect_asm(tile))
+
+
+def facts_of_pairs() -> dict[str, Any]:
+    """Compile both bfloat16 kernels and describe their loops over dot products of pairs."""
+    from nattn.backends.cpu import tiles
+
+    return {
+        "product": tiles.bfloat16_product(),
+        **{
+            "gradients" if gradients else "forward": [
+                {
+                    "products": count(loop, r"^vdpbf16ps"),
+                    "broadcast": count(loop, r"^vbroadcastss|\{1to16\}"),
+                    "loads": count(loop, r"^vmovup"),
+                    "length": len(loop),
+                    "stack": count(loop, r"\(%[er]sp"),
+                }
+                for loop in innermost_loops(assembly_of("bfloat16", gradients))
+                if count(loop, r"^vdpbf16ps")
+            ]
+            for gradients in (False, True)
+        },
+    }
+
+
 def facts() -> dict[str, Any]:
     """Compile the wide float32 kernel and describe it."""
     from nattn.backends.cpu import tiles
 
-    forward = importlib.import_module("nattn.backends.cpu.forward")
     tile = tiles.choose_tile("float32", 1 << 20)
-    assembly = forward.forward_worker.inspect_asm(tile)
+    assembly = assembly_of("float32", False)
     registers = {(x, int(n)) for x, n in re.findall(r"%([xyz]mm)(\d+)", assembly)}
-
-    def count(loop: list[str], pattern: str) -> int:
-        return sum(bool(re.search(pattern, x)) for x in loop)
 
     loops = [
         {
@@ -168,6 +204,9 @@ def run_checks(gradients: bool) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "pairs":
+        print(json.dumps(facts_of_pairs()))
+        sys.exit()
     result = facts()
     if can_run(sys.argv[1]) and not is_own(sys.argv[1]):
         run_checks(gradients=sys.argv[1] != "no fma")

@@ -39,6 +39,8 @@ RESULTS = [
     Result("later", {"compilations": 0}, {"compilations": 0}),
 ]
 
+NARROW = ("float16", "bfloat16")
+
 FILE = f"before\n\n{bench.BEGIN}\nold table\n{bench.END}\n\nafter\n"
 
 
@@ -54,6 +56,13 @@ def test_rows_have_names_of_their_own() -> None:
 def test_every_modifier_is_measured() -> None:
     cases = [row.case for row in bench.ROWS if isinstance(row, Speed | Ratio | ExtraMemory)]
     assert {case.mod for case in cases} == {None, *MODIFIERS}
+
+
+def test_16_bit_numbers_are_measured_both_ways() -> None:
+    cases = [row.case for row in bench.ROWS if isinstance(row, Speed)]
+    found = {(c.dtype, c.backward, c.D, c.causal) for c in cases if c.dtype != c.compute}
+    both = {(dtype, b, D, False) for dtype in NARROW for b in (False, True) for D in (64, 128)}
+    assert found == both | {("bfloat16", False, D, True) for D in (64, 128)}
 
 
 def test_select() -> None:
@@ -76,6 +85,13 @@ def test_a_table_for_a_terminal() -> None:
         ["4.50", "s", "(6.00", "s)"],
         ["0", "(0)"],
     ]
+
+
+def test_float32_is_the_last_column() -> None:
+    narrow = Result("float16", {"GFLOP/s": 9, "% of peak": 8, "x float32": 1.5, "x torch": 2})
+    head, row = bench.table([narrow]).splitlines()
+    assert head.split()[-4:] == ["x", "torch", "x", "float32"]
+    assert row.split()[-2:] == ["2.00", "1.50"]
 
 
 def test_a_table_for_markdown() -> None:
@@ -189,6 +205,17 @@ def test_every_kind_of_row_is_measured() -> None:
     assert (counted.figures, counted.asked) == ({"compilations": 3}, {"compilations": 0})
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("backward", [False, True])
+def test_16_bit_numbers_beside_float32(dtype: str, backward: bool) -> None:
+    case = Case(H=2, N=64, D=16, dtype=dtype, backward=backward)
+    (result,) = bench.run([Speed("a", "narrow", case)], SETTINGS)
+    assert set(result.figures) == {"GFLOP/s", "% of peak", "x float32"}
+    assert all(value > 0 for value in result.figures.values())
+    refusal = "no gradients" if backward else "float32 and float64 only"
+    assert result.notes == (f"numpy: {refusal}",)
+
+
 class Fixed:
     """A contestant that always takes as long."""
 
@@ -215,6 +242,24 @@ def test_a_figure_is_work_over_time_over_peak(monkeypatch: pytest.MonkeyPatch) -
     assert result.figures == pytest.approx({"GFLOP/s": 50.0, "% of peak": 50.0, "x numpy": 2.5})
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_yardstick_of_16_bit_numbers_is_float32(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = {0: Fixed(0.002), 1: Fixed(0.003)}
+    prepared: list[Case] = []
+    peaks = {"float32": 100.0}
+    monkeypatch.setattr(fixed[1], "prepare", prepared.append)
+    monkeypatch.setattr(fixed[0], "peak", peaks.__getitem__)
+    monkeypatch.setattr(
+        bench.Contestants, "get", lambda self, name, environment, copy=0: fixed[copy]
+    )
+    case = Case(H=1, N=1000, D=25, dtype=dtype)
+    (result,) = bench.run([Speed("a", "speed", case, peers=())], SETTINGS)
+    assert result.figures == pytest.approx({"GFLOP/s": 50.0, "% of peak": 50.0, "x float32": 1.5})
+    assert prepared == [Case(H=1, N=1000, D=25)]
+
+
 def test_a_ratio_is_of_times_or_of_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {0: Fixed(0.002), 1: Fixed(0.006)}
     monkeypatch.setattr(bench.Contestants, "get", lambda self, name, *args, copy=0: fixed[copy])
@@ -237,6 +282,13 @@ def test_compilations_are_counted() -> None:
     assert result.figures["compilations"] >= 1
 
 
+class Missing(Fixed):
+    """A contestant that is not installed."""
+
+    def prepare(self, case: Case) -> None:
+        raise Unsupported("not installed")
+
+
 def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
     rows: list[bench.Row] = [
         Snippet("a", "broken", "1 / 0", 1.0),
@@ -250,6 +302,13 @@ def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
     assert sound.figures == {"seconds": 1.0}
     assert bench.table([broken, wrong, sound]).count("\n") == 1
     assert len(bench.notes([broken, wrong, sound])) == 2
+
+
+def test_a_row_whose_dtype_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.Contestants, "get", lambda self, name, **options: Missing(0.0))
+    results = bench.run([Speed(x, x, Case(dtype="bfloat16")) for x in "ab"], SETTINGS)
+    assert [result.figures for result in results] == [{}, {}]
+    assert bench.notes(results) == ["nattn: not installed"]
 
 
 def test_speed_and_memory_against_n() -> None:

@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 from cases import CASES, Case, check, qkv, random_bias, random_mask
 from numpy.typing import NDArray
+from processors import bfloat16_as
 
 import nattn
 from nattn.api.functional import _attend
 from nattn.backends.cpu import jobs, launch, tiles
 from nattn.backends.cpu.door import fma_peak
+from nattn.vectors.dtypes import storage_dtype
 
 Array = NDArray[Any]
 
@@ -95,6 +97,26 @@ def test_code_for_the_first_64_bit_processors(compiled: Callable[[str], dict[str
     assert not code["ymm"]
     assert code["highest register"] <= 15
     assert_products(code)
+
+
+@x86
+def test_code_for_dot_products_of_pairs(compiled: Callable[[str], dict[str, Any]]) -> None:
+    """Both products forward and all five backward, in registers, with a broadcast for each word."""
+    code = compiled("pairs")
+    assert code["product"] == "pairs"
+    for name, shapes in (("forward", [(3, 8)] * 2), ("gradients", [(3, 8)] * 2 + [(2, 8)])):
+        found = []
+        for loop in code[name]:
+            MV, NR = next(x for x in ((3, 8), (2, 8)) if loop["products"] % (x[0] * x[1]) == 0)
+            rounds = loop["products"] // (MV * NR)
+            if rounds != 4:  # what is left over, or without what is hidden
+                continue
+            found.append((MV, NR))
+            assert loop["broadcast"] == rounds * NR, loop
+            assert loop["loads"] == rounds * MV, loop
+            assert loop["stack"] == 0, f"spilled: {loop}"
+            assert loop["length"] <= loop["products"] + loop["broadcast"] + loop["loads"] + 8, loop
+        assert all(found.count(shape) >= shapes.count(shape) for shape in shapes), code[name]
 
 
 def assert_products(code: dict[str, Any]) -> None:
@@ -286,8 +308,13 @@ def guarded(x: Array, at_end: bool) -> Array:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a fault must end a child, not the tests")
 @pytest.mark.parametrize("at_end", [True, False])
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "bfloat16", "pairs"])
 def test_nothing_beside_the_arrays_is_touched(dtype: str, at_end: bool) -> None:
+    with bfloat16_as("emulated" if dtype == "pairs" else "float32"):
+        touch_nothing(storage_dtype("bfloat16" if dtype == "pairs" else dtype), at_end)
+
+
+def touch_nothing(dtype: np.dtype, at_end: bool) -> None:
     shapes = [(1, 1, 1, 1), (5, 3, 1, 2), (25, 131, 33, 7), (100, 195, 65, 30), (9, 193, 8, 67)]
     nattn.attention(*qkv(1, 1, 2, 2, 8, dtype=dtype))  # compiled before the fork
     with warnings.catch_warnings():  # of threads that the child does not have: it needs none

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from nattn.call import optional
 from nattn.nn import files
+from nattn.vectors import dtypes
 
 Array = NDArray[Any]
 
 SUFFIXES = [".npz", ".safetensors"]
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+FLOAT16, BFLOAT16 = np.dtype(np.float16), dtypes.bfloat16()
 NUMBERS = np.array([[1.5, -0.3, 1e-3, 0.0], [-2.0, 7.25, 65000.0, np.inf]])
 
 
@@ -79,7 +81,7 @@ def test_every_dtype_that_floats_are_kept_in_is_read(
     assert text == "what it is"
     shapes: dict[str, tuple[int, ...]] = {"one": (), "none": (0, 3), "x": (2, 4)}
     exact = narrowed(NUMBERS, dtype)
-    for wanted in (FLOAT32, FLOAT64):
+    for wanted in (FLOAT16, BFLOAT16, FLOAT32, FLOAT64):
         arrays = files.fitted("here", "all", found, shapes, wanted)
         assert list(arrays) == list(shapes)
         for name, x in arrays.items():
@@ -241,6 +243,11 @@ def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
         files.fitted("here", "all", found, wanted, FLOAT32)
     kept = files.fitted("here", "all", found, {"d": (2,)}, FLOAT64, others="abc")["d"]
     np.testing.assert_array_equal(kept, large)
+    with pytest.raises(ValueError, match=r"^here: expected d of numbers that bfloat16 holds, got"):
+        files.fitted("here", "all", found, {"d": (2,)}, BFLOAT16, others="abc")
+    both: dict[str, tuple[int, ...]] = {"a": (3,), "d": (2,)}
+    kinds = files.fitted("here", "all", found, both, FLOAT16, others="bc", apart={"d": FLOAT64})
+    assert {name: x.dtype for name, x in kinds.items()} == {"a": FLOAT16, "d": FLOAT64}
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

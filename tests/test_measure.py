@@ -24,8 +24,10 @@ from nattn.applications.measure import (
     clock,
     interleave,
     memory,
+    peers,
     timed,
 )
+from nattn.vectors import dtypes
 
 SMALL = Case(B=1, H=2, N=96, D=16)
 
@@ -96,6 +98,17 @@ def test_forms_lie_in_memory_as_they_say(form: str) -> None:
         assert (x.strides[2] < 0) == (form == "reversed")
         assert (x.strides[3] == 8) == (form == "strided")
         assert (x.strides[2] > x.strides[1]) == (form == "packed")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(dtype: str) -> None:
+    case = Case(H=2, N=8, D=4, dtype=dtype, bias="keys")
+    q, k, v, options = case.arrays()
+    for x in (q, k, v, options["bias"], case.dout()):
+        assert x.dtype == case.storage
+        assert x.dtype.name == dtype
+    assert case.compute == ("float64" if dtype == "float64" else "float32")
+    assert case.flops() == Case(H=2, N=8, D=4).flops()
 
 
 def test_masks() -> None:
@@ -197,6 +210,25 @@ def test_a_dense_matrix_that_is_too_large_is_not_built() -> None:
         measure.prepare("numpy", Case(H=1, N=65_536), 1)
 
 
+def test_bfloat16_sits_out_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtypes, "bfloat16", lambda: dtypes.BFLOAT16_BITS)
+    with pytest.raises(Unsupported, match="bfloat16 needs ml_dtypes, which is not installed"):
+        measure.prepare("nattn", Case(H=2, N=96, D=16, dtype="bfloat16"), 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_16_bit_numbers_may_be_wrong_by(dtype: str, backward: bool) -> None:
+    """A few units of the last place, not more; and what is not a number never."""
+    case = Case(H=2, N=96, D=16, dtype=dtype, backward=backward)
+    right = measure.prepare("nattn", case, 1)().astype(np.float32)
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    measure.check(case, right * (1 + 4 * unit))
+    for factor in (1 + 20 * unit, np.nan):
+        with pytest.raises(ArithmeticError, match="wrong by"):
+            measure.check(case, right * factor)
+
+
 @pytest.mark.parametrize("factor", [1.01, np.nan])
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     right = measure.PREPARE["numpy"]
@@ -216,17 +248,23 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, factor: fl
         SMALL,
         Case(H=2, N=96, D=16, causal=True),
         Case(H=2, N=96, D=16, dtype="float64"),
+        Case(H=2, N=96, D=16, dtype="float16", causal=True),
+        Case(H=2, N=96, D=16, dtype="bfloat16", mask="random"),
         Case(H=2, N=96, D=16, Dv=24),
         Case(H=2, N=96, D=16, window=(20, 0)),
         Case(H=2, N=96, D=16, mask="random"),
         Case(H=2, N=96, D=16, mask="random", causal=True, mod="dropout"),
     ],
-    ids=["plain", "causal", "float64", "Dv", "window", "mask", "dropout"],
+    ids=["plain", "causal", "float64", "float16", "bfloat16", "Dv", "window", "mask", "dropout"],
 )
 @pytest.mark.parametrize("name", ["nattn", "numpy", "reference"])
 def test_prepared_calls_are_right(name: str, case: Case) -> None:
     if case.mod is not None and name == "numpy":
         with pytest.raises(Unsupported, match="no functions of scores"):
+            measure.prepare(name, case, 1)
+        return
+    if case.dtype != case.compute and name == "numpy":
+        with pytest.raises(Unsupported, match="float32 and float64 only"):
             measure.prepare(name, case, 1)
         return
     assert measure.prepare(name, case, 1)().shape == (1, 2, case.N, case.width)
@@ -247,6 +285,35 @@ def test_peers_compute_the_same_or_sit_out(name: str) -> None:
                 assert peer.sample(0.0) > 0
                 done += 1
     assert done >= 2
+
+
+def test_torch_takes_16_bit_numbers_as_they_lie_in_memory() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in ("float16", "bfloat16"):
+        x = Case(H=2, N=8, D=4, dtype=dtype).arrays()[0]
+        tensor = peers._to_torch(x)
+        assert tensor.dtype == getattr(torch, dtype)
+        assert tensor.data_ptr() == x.ctypes.data
+        back = peers._from_torch(tensor, x.dtype)
+        assert back.ctypes.data == x.ctypes.data
+        np.testing.assert_array_equal(back, x)
+
+
+@pytest.mark.parametrize("name", ["torch", "openvino"])
+def test_peers_of_16_bit_numbers_compute_the_same_or_sit_out(name: str) -> None:
+    with Contestant(name, 1) as peer:
+        for dtype, causal, backward in itertools.product(
+            ("bfloat16", "float16"), (False, True), (False, True)
+        ):
+            case = Case(H=2, N=96, D=16, dtype=dtype, causal=causal, backward=backward)
+            try:
+                peer.prepare(case)
+            except Unsupported as reason:
+                if "not installed" in str(reason):
+                    pytest.skip(str(reason))
+                assert name == "openvino"
+            else:
+                assert peer.sample(0.0) > 0
 
 
 @pytest.mark.parametrize(

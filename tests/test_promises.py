@@ -959,6 +959,13 @@ def test_6_strided_keys_are_not_copied(child: Callable[..., str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+@pytest.mark.parametrize("what", ["float16", "bfloat16"])
+def test_6_memory_of_16_bits(child: Callable[..., str], what: str) -> None:
+    # k and v have 8 MiB each, in float32 they would have 16
+    assert int(child("memory", 1 << 16, what)) < (32 << 20) - (16 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize("what", ["plain", "causal", "bias"])
 def test_6_memory_of_gradients(child: Callable[..., str], what: str) -> None:
     # q has 512 KiB: three results, eight shares of dq, copies of dk and dv; the scores 256 MiB

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..vectors import dtypes
 from . import device_arrays
 from .device_arrays import CudaArray, DeviceArray, DLPackArray
+from .optional import require
 
 HostArray = ArrayLike | DLPackArray
 Array = HostArray | CudaArray
@@ -126,12 +127,18 @@ def host_array(name: str, value: Any) -> NDArray[Any]:
     return array
 
 
-def float_dtype(name: str, value: Any) -> np.dtype:
-    """Return native float32 or float64."""
-    found = np.dtype(value)
-    if found not in (dtypes.FLOAT32, dtypes.FLOAT64):
-        raise TypeError(f"{name}: expected float32 or float64, got {found}")
-    return dtypes.FLOAT32 if found == dtypes.FLOAT32 else dtypes.FLOAT64
+def float_dtype(name: str, value: Any, *, narrow: bool = False) -> np.dtype:
+    """Return native float32 or float64, with `narrow` float16 or bfloat16 too."""
+    names = (*(("float16", "bfloat16") if narrow else ()), "float32", "float64")
+    found = dtypes.storage_dtype(value) if isinstance(value, str) else np.dtype(value)
+    storage = dtypes.storage_name(found)
+    if storage is None or storage not in names or not found.isnative:
+        expected = f"{', '.join(names[:-1])} or {names[-1]}"
+        raise TypeError(f"{name}: expected {expected}, got {dtypes.show(found)}")
+    dtype = dtypes.storage_dtype(storage)
+    if dtype == dtypes.BFLOAT16_BITS:
+        require("ml_dtypes", "bfloat16", f"{name} bfloat16")
+    return dtype
 
 
 def in_host_memory(name: str, value: Any) -> NDArray[Any]:

@@ -24,6 +24,7 @@ from ..call.checks import (
     overlaps_itself,
     share_memory,
 )
+from ..vectors import dtypes
 from . import files
 
 Array = NDArray[Any]
@@ -60,18 +61,23 @@ Backward = Callable[..., LayerGradients]
 # A projection, forward and backward
 
 
+def wide(x: Array) -> Array:
+    """Return numbers of 16 bits, exactly, as float32, in which BLAS multiplies; others as is."""
+    return x.astype(dtypes.FLOAT32) if x.dtype.itemsize == 2 else x
+
+
 def linear(x: Array, params: Params, name: str) -> Array:
-    """``y = x @ w + b``, of the last axis; without a bias, ``x @ w``."""
-    w, b = params[f"w_{name}"], params.get(f"b_{name}")
+    """``y = x @ w + b``, of the last axis of a wide x; without a bias, ``x @ w``."""
+    w, b = wide(params[f"w_{name}"]), params.get(f"b_{name}")
     y = x.reshape(-1, x.shape[-1]) @ w  # one product for the whole batch
     if b is not None:
-        y += b
+        y += wide(b)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
 def linear_backward(dy: Array, x: Array, params: Params, name: str) -> tuple[Array, Params]:
-    """``dx = dy @ w.T``, ``dw = x.T @ dy`` and ``db = sum(dy)`` over all rows."""
-    w = params[f"w_{name}"]
+    """``dx = dy @ w.T``, ``dw = x.T @ dy`` and ``db = sum(dy)`` over all rows; all are wide."""
+    w = wide(params[f"w_{name}"])
     rows = dy.reshape(-1, dy.shape[-1])
     grads = {f"w_{name}": x.reshape(-1, x.shape[-1]).T @ rows}
     if f"b_{name}" in params:
@@ -95,7 +101,11 @@ def merge_heads(y: Array) -> Array:
 
 
 class Layer:
-    """Parameters, their shapes, and files of them. What `__init__` takes is an attribute."""
+    """Parameters, their shapes, and files of them. What `__init__` takes is an attribute.
+
+    A layer of 16 bits stores its parameters, inputs, outputs and gradients so, and q, k and v; what
+    lies between is computed in float32, and rounded once.
+    """
 
     params: Params
     d_model: int
@@ -127,7 +137,22 @@ class Layer:
         layer.params = params | of_positions(layer.positions)
         return layer
 
-    # What a call starts with
+    # What a call starts with, and what it ends with
+
+    @property
+    def _compute(self) -> np.dtype:
+        """What a layer computes in; of this dtype are the parameters of positions, too."""
+        return dtypes.compute_dtype(self.dtype.name)
+
+    def _rounded(self, x: Array) -> Array:
+        """Round to the layer's dtype if that has 16 bits; what is too large becomes infinite."""
+        if self.dtype.itemsize > 2:
+            return x
+        with np.errstate(over="ignore", under="ignore"):
+            return x.astype(self.dtype)
+
+    def _rounded_all(self, grads: Params) -> Params:
+        return {name: self._rounded(x) for name, x in grads.items()}
 
     def _array(self, name: str, x: ArrayLike) -> Array:
         array = host_array(name, x)
@@ -183,11 +208,10 @@ class Layer:
         Returns
         -------
         layer
-            One that gives the same outputs, to the bit. Its dtype, float32 or float64, is that of
-            the layer that was saved. The parameters may have been stored in another one since, in
-            float16, bfloat16, float32 or float64: they are converted. (NumPy writes bfloat16 of
-            the library ml_dtypes into a ``.npz`` as two bytes without a name, which are read as
-            such.)
+            One that gives the same outputs, to the bit. Its dtype is that of the layer that was
+            saved. The parameters may have been stored in another one since, in float16, bfloat16,
+            float32 or float64: they are converted. (NumPy writes bfloat16 of the library ml_dtypes
+            into a ``.npz`` as two bytes without a name, which are read as such.)
 
         Raises
         ------
@@ -196,7 +220,8 @@ class Layer:
             with a list of the parameters that are missing, unexpected, or of another shape or
             dtype.
         ImportError
-            If the library safetensors is wanted and not installed.
+            If the library safetensors is wanted and not installed, or ml_dtypes for a layer of
+            bfloat16.
         OSError
             If the file cannot be read.
         """
@@ -221,19 +246,21 @@ class Layer:
         learnt = of_positions(layer.positions)
         shapes = layer._shapes() | {name: p.shape for name, p in learnt.items()}
         what = f"the parameters of a {kind}"
-        layer.params = files.fitted(where, what, found, shapes, layer.dtype)
+        apart = dict.fromkeys(learnt, layer._compute)
+        layer.params = files.fitted(where, what, found, shapes, layer.dtype, apart=apart)
         for name in learnt:
             layer.positions.params[name.removeprefix("positions.")] = layer.params[name]
         return layer
 
 
 def _scheme(config: dict[str, Any], dtype: Any) -> Any:
-    """Make positions of what `_config` returned for them, with parameters of a dtype."""
+    """Make positions of what `_config` returned for them, for a layer of a dtype."""
     kind = config.pop("type")
     check_name("type of positions", kind, _SCHEMES)
     scheme = getattr(positional, kind)(**config)
+    compute = dtypes.compute_dtype(float_dtype("dtype", dtype, narrow=True).name)
     own = scheme.params
-    own.update((name, p.astype(float_dtype("dtype", dtype))) for name, p in own.items())
+    own.update((name, p.astype(compute)) for name, p in own.items())
     return scheme
 
 
@@ -347,8 +374,7 @@ def checked_positions(positions: Any, layer: Layer) -> Any:
         if its not in (None, own):
             raise ValueError(f"positions: expected {name} = {own} as of the layer, got {its}")
     for p in positions.params.values():
-        if p.dtype != layer.dtype:
-            raise TypeError(
-                f"positions: expected dtype {layer.dtype} as of the layer, got {p.dtype}"
-            )
+        if p.dtype != layer._compute:
+            expected = f"{layer._compute}, which a layer of {layer.dtype} computes in"
+            raise TypeError(f"positions: expected dtype {expected}, got {p.dtype}")
     return positions

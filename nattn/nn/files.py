@@ -186,8 +186,9 @@ def fitted(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     others: Collection[str] = (),
+    apart: Mapping[str, np.dtype] | None = None,
 ) -> dict[str, Array]:
-    """Return the arrays that are wanted in one dtype, after all of them have been checked.
+    """Return the arrays that are wanted in their dtype, after all of them have been checked.
 
     Parameters
     ----------
@@ -200,9 +201,11 @@ def fitted(
     shapes : mapping
         Names and shapes of all that is wanted.
     dtype : dtype
-        float32 or float64.
+        float16, bfloat16, float32 or float64.
     others : collection of str
         Names that may be there besides, of whatever dtype and shape.
+    apart : mapping, optional
+        Names of arrays that are wanted in another dtype, with it.
 
     Returns
     -------
@@ -216,9 +219,9 @@ def fitted(
         or, finite, too large for the dtype. All that is wrong is listed.
     """
     check_names(f"{where}: expected {what}", shapes, found.keys() - set(others))
-    arrays, wrong = {}, []
+    arrays, wrong, own = {}, [], apart or {}
     for name, shape in shapes.items():
-        stored = found[name]
+        stored, wanted = found[name], own.get(name, dtype)
         if stored.shape != shape:
             wrong.append(f"{name} of shape {shape}, got {stored.shape}")
         elif stored.array is None:
@@ -226,10 +229,10 @@ def fitted(
             wrong.append(f"{name} of dtype {floats}, got {stored.dtype}")
         else:
             with np.errstate(over="ignore"):
-                arrays[name] = array = stored.array.astype(dtype, order="C", copy=False)
-            wider = stored.array.dtype.itemsize > dtype.itemsize
+                arrays[name] = array = stored.array.astype(wanted, order="C", copy=False)
+            wider = stored.array.dtype.itemsize > wanted.itemsize
             if wider and np.isfinite(stored.array[np.isinf(array)]).any():
-                wrong.append(f"{name} of numbers that {dtype} holds, got larger ones")
+                wrong.append(f"{name} of numbers that {wanted} holds, got larger ones")
     if wrong:
         raise ValueError(f"{where}: expected {'; '.join(wrong)}")
     return arrays

@@ -36,6 +36,7 @@ from .base import (
     rows_at,
     size,
     split_heads,
+    wide,
 )
 from .states import translated
 
@@ -62,7 +63,8 @@ class SelfAttention(Layer):
         Of the weights, which are drawn from N(0, 1 / d_model): of independent inputs with unit
         variance they make q, k and v with unit variance. Biases are 0.
     dtype : dtype, default float32
-        float32 or float64, of parameters, input and output.
+        float16, bfloat16, float32 or float64, of parameters, input, output and gradients. In 16
+        bits arithmetic is in float32.
 
     Attributes
     ----------
@@ -74,6 +76,8 @@ class SelfAttention(Layer):
     ------
     ValueError, TypeError
         For bad sizes and dtypes, and by a call for an input that does not fit.
+    ImportError
+        For bfloat16 if the library ml_dtypes, which has it, is not installed.
 
     Notes
     -----
@@ -113,7 +117,7 @@ class SelfAttention(Layer):
         self.d_k = size("d_k", d_k, self.d_model)
         self.d_v = size("d_v", d_v, self.d_model)
         self.bias = check_flag("bias", bias)
-        self.dtype = float_dtype("dtype", dtype)
+        self.dtype = float_dtype("dtype", dtype, narrow=True)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         widths = {"q": self.d_k, "k": self.d_k, "v": self.d_v}
@@ -139,8 +143,8 @@ class SelfAttention(Layer):
             What `nattn.attention` takes: ``(N, d_k)`` or, with one head, ``(B, 1, N, d_k)``; v
             with `d_v`.
         """
-        x = self._input("x", x, self.d_model)
-        q, k, v = (linear(x, self.params, name) for name in "qkv")
+        x = wide(self._input("x", x, self.d_model))
+        q, k, v = (self._rounded(linear(x, self.params, name)) for name in "qkv")
         return (q, k, v) if x.ndim == 2 else (q[:, None], k[:, None], v[:, None])
 
     def vjp(
@@ -188,12 +192,13 @@ class SelfAttention(Layer):
         ) -> LayerGradients:
             dy = self._incoming(dout, y.shape)
             grads = attend_backward(dy[:, None] if batched else dy, dlse, ("q", "k", "v", *wrt))
-            dq, dk, dv = cast(tuple[Array, Array, Array], grads[:3])
-            dx_v, dp_v = linear_backward(dv, x, p, "v")
-            dx_k, dp_k = linear_backward(dk, x, p, "k")
-            dx_q, dp_q = linear_backward(dq, x, p, "q")
-            dparams = dp_q | dp_k | dp_v | asked(grads, wrt)
-            return LayerGradients(dx_q + dx_k + dx_v, None, dparams)
+            dq, dk, dv = map(wide, cast(tuple[Array, Array, Array], grads[:3]))
+            h = wide(x)
+            dx_v, dp_v = linear_backward(dv, h, p, "v")
+            dx_k, dp_k = linear_backward(dk, h, p, "k")
+            dx_q, dp_q = linear_backward(dq, h, p, "q")
+            dparams = self._rounded_all(dp_q | dp_k | dp_v) | asked(grads, wrt)
+            return LayerGradients(self._rounded(dx_q + dx_k + dx_v), None, dparams)
 
         given = y
         if out is not None:
@@ -235,7 +240,8 @@ class MultiHeadAttention(Layer):
         Of the weights, which are drawn from N(0, 1 / d_in), d_in being the first of their axes.
         Biases are 0.
     dtype : dtype, default float32
-        float32 or float64, of parameters, input and output.
+        float16, bfloat16, float32 or float64, of parameters, input, output and gradients. In 16
+        bits arithmetic is in float32, and so are parameters of positions and their gradients.
 
     Attributes
     ----------
@@ -248,6 +254,8 @@ class MultiHeadAttention(Layer):
     ------
     ValueError, TypeError
         For bad sizes and dtypes, and by a call for an input that does not fit.
+    ImportError
+        For bfloat16 if the library ml_dtypes, which has it, is not installed.
 
     Notes
     -----
@@ -320,7 +328,7 @@ class MultiHeadAttention(Layer):
         self.head_dim = size("head_dim", head_dim, self.d_model // self.num_heads)
         self.d_context = size("d_context", d_context, self.d_model)
         self.bias = bias if bias == "qkv" else check_flag("bias", bias)
-        self.dtype = float_dtype("dtype", dtype)
+        self.dtype = float_dtype("dtype", dtype, narrow=True)
         self.positions = checked_positions(positions, self)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -415,30 +423,33 @@ class MultiHeadAttention(Layer):
         (_, lse), attend_backward = attention_vjp(
             q, k, v, return_lse=True, out=split_heads(o, self.num_heads), backend=backend, **args
         )
-        y = linear(o, p, "o")
+        y = self._rounded(linear(wide(o), p, "o"))
 
         def backward(
             dout: ArrayLike, dlse: ArrayLike | None = None, wrt: Sequence[str] = ()
         ) -> LayerGradients:
-            dy = self._incoming(dout, shape)
+            dy = wide(self._incoming(dout, shape))
             dlse = dlse if dlse is None or not single else np.asarray(dlse)[None]
-            do, dp_o = linear_backward(dy, o, p, "o")
+            do, dp_o = linear_backward(dy, wide(o), p, "o")
+            do = split_heads(self._rounded(do), self.num_heads)
             dp_pos: Params = {}
             if self._acts_on("scores"):
-                do_, o_ = split_heads(do, self.num_heads), split_heads(o, self.num_heads)
+                o_ = split_heads(o, self.num_heads)
                 dp_pos = self.positions.backward(
-                    do_, q, k, v, o_, lse, dlse=dlse, backend=backend, **args
+                    do, q, k, v, o_, lse, dlse=dlse, backend=backend, **args
                 )
-            grads = attend_backward(split_heads(do, self.num_heads), dlse, ("q", "k", "v", *wrt))
-            dq, dk, dv = cast(tuple[Array, Array, Array], grads[:3])
+            grads = attend_backward(do, dlse, ("q", "k", "v", *wrt))
+            dq, dk, dv = map(wide, cast(tuple[Array, Array, Array], grads[:3]))
             dh, dc, dp = self._project_backward(dq, dk, dv, h, c, args)
-            dcontext = None if context is None else dc[0] if single else dc
+            dcontext = None if context is None else self._rounded(dc[0] if single else dc)
             dx = dh + dc if context is None else dh
             if self._acts_on("x"):
                 dx, dp_pos = self.positions.backward(dx)
-            dp |= dp_o | {f"positions.{name}": dparam for name, dparam in dp_pos.items()}
-            dparams = dp | asked(grads, wrt)
-            return LayerGradients(dx.reshape(shape), dcontext, dparams)
+            dparams = self._rounded_all(dp | dp_o) | {
+                f"positions.{name}": dparam for name, dparam in dp_pos.items()
+            }
+            dparams |= asked(grads, wrt)
+            return LayerGradients(self._rounded(dx.reshape(shape)), dcontext, dparams)
 
         y = y.reshape(shape)
         if out is not None:
@@ -449,9 +460,10 @@ class MultiHeadAttention(Layer):
     def _project(
         self, x: Array, context: Array | None, args: Arguments
     ) -> tuple[Array, Array, Array, Array, Array]:
-        """Return what queries and what keys are made of, and q, k and v, positions included."""
-        h = self.positions(x) if self._acts_on("x") else x
-        c = h if context is None else context
+        """Return what queries and what keys are made of, wide, and q, k and v, with positions."""
+        h = wide(x)
+        h = self.positions(h) if self._acts_on("x") else h
+        c = h if context is None else wide(context)
         q = split_heads(linear(h, self.params, "q"), self.num_heads)
         k = split_heads(linear(c, self.params, "k"), self.num_kv_heads)
         v = split_heads(linear(c, self.params, "v"), self.num_kv_heads)
@@ -459,7 +471,7 @@ class MultiHeadAttention(Layer):
             at, length = rows_at(args, len(h), h.shape[1], c.shape[1])
             self.positions(q, at, out=q, length=length)
             self.positions(k, out=k, length=length)
-        return h, c, q, k, v
+        return h, c, self._rounded(q), self._rounded(k), self._rounded(v)
 
     def _project_backward(
         self, dq: Array, dk: Array, dv: Array, h: Array, c: Array, args: Arguments
@@ -537,7 +549,8 @@ class MultiHeadAttention(Layer):
         positions : scheme of nattn.positional, optional
             As in the class. Weights do not tell: "llama" needs ``Rotary(head_dim, base)``.
         dtype : dtype, optional
-            float32 or float64; by default float64 where all weights are, else float32.
+            float16, bfloat16, float32 or float64; by default float64 where all weights are, else
+            float32.
 
         Returns
         -------

@@ -79,9 +79,9 @@ def _check_gradient(case: Case, dq: Array) -> None:
 
 def _wide_arrays(case: Case) -> tuple[Array, Array, Array, dict[str, Any]]:
     """Return the arrays of a case as what is computed in, so that no 16-bit result is rounded."""
-    q, k, v, options = case.arrays()
-    wide = case.compute
-    return (*(x.astype(wide, copy=False) for x in (q, k, v)), options)
+    *qkv, options = case.arrays()
+    q, k, v = (x.astype(case.compute, copy=False) for x in qkv)
+    return q, k, v, options
 
 
 def _compare(case: Case, what: str, got: Array, want: Array) -> None:
