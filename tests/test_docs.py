@@ -44,6 +44,7 @@ EXAMPLES = {
     "gradients.md": 12,
     "layers.md": 9,
     "looking.md": 11,
+    "sixteen_bits.md": 7,
 }
 """How many examples a page has at least; others have none."""
 

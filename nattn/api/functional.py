@@ -96,10 +96,9 @@ def attention(
     Parameters
     ----------
     q : array_like
-        Queries, ``(N, D)``, ``(H, N, D)`` or ``(B, H, N, D)``, float32 or float64; on a GPU and
-        for "reference" float16 and bfloat16 (that of `ml_dtypes` in NumPy), too. Any strides will
-        do, also of read-only and unaligned arrays; nothing is copied but big-endian input. See
-        Notes for arrays on a GPU.
+        Queries, ``(N, D)``, ``(H, N, D)`` or ``(B, H, N, D)``: float16, bfloat16 (in NumPy that
+        of `ml_dtypes`), float32 or float64. Any strides will do, also of read-only and unaligned
+        arrays; nothing is copied but big-endian input. See Notes for arrays on a GPU.
     k, v : array_like
         Keys and values, of q's dtype and number of axes, and ``(..., Nk, D)`` and
         ``(..., Nk, Dv)`` in shape. They may have fewer heads: ``Hq % Hkv == 0``, and query head
@@ -117,17 +116,18 @@ def attention(
         True where a key is visible; broadcast to ``(B, Hq, Nq, Nk)`` by NumPy's rule (in both
         layouts), without being materialised.
     bias : array_like, optional
-        Added to the scores; float16, float32 or float64, rounded to the compute dtype as it is
-        read; bfloat16 where q may be; broadcast like `mask`. -inf hides the key, whatever its
-        score, and so does a value that is rounded to -inf. The compute dtype is float64 for q of
-        float64, else float32.
+        Added to the scores; float16, bfloat16, float32 or float64, rounded to the compute dtype
+        as it is read; broadcast like `mask`. -inf hides the key, whatever its score, and so does
+        a value that is rounded to -inf. The compute dtype is float64 for q of float64, else
+        float32.
     scale : float, optional
         Factor of the scores, ``1 / sqrt(D)`` by default; rounded to the compute dtype.
     softcap : float, optional
         Bound of the scores, smoothly approached; rounded to the compute dtype. None and 0 are off.
     alibi_slopes : (Hq,) or (B, Hq) array_like, optional
         For each head how much a score falls with every position between query and key; float16,
-        float32, float64 or integers, finite. `nattn.alibi_slopes` makes those of the paper.
+        bfloat16, float32, float64 or integers, finite. `nattn.alibi_slopes` makes those of the
+        paper.
     sinks : (Hq,) array_like, optional
         For each head one more score in the softmax, with no key and no value; of the same dtypes,
         rounded to the compute dtype. -inf is none; NaN and inf make all rows of the head NaN.
@@ -182,9 +182,8 @@ def attention(
         If a score_mod or mask_mod indexes a bound array out of range, at a pair that causal,
         window, lengths and mask leave visible. `out` is then undefined. Negative indices wrap.
     NotImplementedError
-        For legal input that the backend does not handle yet, with every reason: float16 and
-        bfloat16 on "cpu"; on "cuda" arrays whose elements are not aligned to their size, and 2**31
-        rows or more.
+        For legal input that the backend does not handle yet, with every reason: on "cuda" arrays
+        whose elements are not aligned to their size, and 2**31 rows or more.
     RuntimeError
         If "cuda" lacks numba-cuda or a GPU; the text says what is missing.
 
@@ -363,7 +362,10 @@ def attention_backward(
     q, k, v : array_like
         Those of the forward pass.
     out, lse : array_like
-        What `attention` returned for them with ``return_lse=True`` and the same arguments.
+        What `attention` returned for them with ``return_lse=True`` and the same arguments. Of 16
+        bits the CPU backend computes `out` once more, for the rounding of `out` would show in dq;
+        in host memory it may be in the compute dtype, and is used as it is then. `attention_vjp`
+        keeps such a one.
     dlse : array_like, optional
         Gradient with respect to `lse`, of its shape and dtype, if the loss depends on it.
     wrt : tuple or list of str, default ("q", "k", "v")
@@ -407,7 +409,8 @@ def attention_backward(
 
     Beyond the results a call takes up to eight arrays of the size of dq, and no more than 64 MiB
     of those where more than one key head would need them at once; one copy of dk and dv, padded to
-    the width of a register tile; and three numbers for each query row. A gradient of a bias of
+    the width of a register tile; and three numbers for each query row. Of 16 bits these are all in
+    float32, and so is one copy of out, unless that is passed in float32. A gradient of a bias of
     shape ``(..., Nq, Nk)`` is itself a matrix.
 
     The gradient is that of FlashAttention-2 [1]_, with the key heads and parts of the keys as
@@ -476,7 +479,8 @@ def attention_vjp(
     Notes
     -----
     The function holds views of q, k, v, out and all other arrays, not copies: if one is changed
-    before `vjp` is called, it returns the gradient of something else.
+    before `vjp` is called, it returns the gradient of something else. Of 16 bits it holds, in
+    float32, the output as it was before it was rounded.
 
     Examples
     --------

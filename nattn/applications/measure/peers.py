@@ -27,12 +27,12 @@ def _nattn(case: Case, threads: int) -> Call:
     options |= {"backend": "cpu", "block_mask": blocks}
     if not case.backward:
         return lambda: functional.attention(q, k, v, **options)
-    out, lse = functional.attention(q, k, v, return_lse=True, **options)
+    _, vjp = functional.attention_vjp(q, k, v, **options)
     dout = case.dout()
     wrt = ("q", "k", "v", "bias") if case.bias else ("q", "k", "v")
 
     def gradient() -> Array:
-        found = functional.attention_backward(dout, q, k, v, out, lse, wrt=wrt, **options)
+        found = vjp(dout, wrt=wrt)
         assert found.dq is not None
         return found.dq
 
@@ -45,10 +45,8 @@ def _reference(case: Case, threads: int) -> Call:
 
 
 def _numpy(case: Case, threads: int) -> Call:
-    if case.dtype != case.compute:
-        raise Unsupported(
-            "float32 and float64 only"
-        )  # of 16-bit numbers NumPy's products are loops
+    if case.dtype != case.compute:  # of 16-bit numbers NumPy's products are loops
+        raise Unsupported("float32 and float64 only")
     size = case.storage.itemsize * case.B * case.H * case.N**2
     if size > 2 << 30:
         raise Unsupported(f"the dense matrix would need {size / 2**30:.0f} GiB")
