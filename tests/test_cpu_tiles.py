@@ -6,10 +6,11 @@ import functools
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import CASES, Case, check, check_gradients, gaussian
-from processors import tiles_of
+from processors import bfloat16_as, tiles_of
 
 import nattn
 from nattn.backends.cpu import tiles
@@ -63,6 +64,23 @@ def test_backward(family: str, dtype: Any) -> None:
         for name in GRADIENTS:
             q, k, v, options = case(name).make(dtype)
             check_gradients("cpu", q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "product", "dtype"),
+    [
+        ("AVX2", "float32", np.float16),
+        ("NEON", "float32", ml_dtypes.bfloat16),
+        ("SSE2", "emulated", ml_dtypes.bfloat16),
+    ],
+)
+def test_16_bits(family: str, product: str, dtype: Any) -> None:
+    with bfloat16_as(product), tiles_of(family):
+        for name in NAMES:
+            q, k, v, options = case(name).make(dtype)
+            check("cpu", q, k, v, **options)
+            if name in GRADIENTS:
+                check_gradients("cpu", q, k, v, **options)
 
 
 @pytest.mark.parametrize(("family", "dtype"), EVERY)
