@@ -10,6 +10,7 @@ from .diagnostics import (
 )
 from .functional import Gradients, attention, attention_backward, attention_vjp
 from .merging import merge_states
+from .streaming import attention_stream
 
 __all__ = [
     "Gradients",
@@ -17,6 +18,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_map",
+    "attention_stream",
     "attention_vjp",
     "attention_weights",
     "key_mass",
