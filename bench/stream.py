@@ -44,7 +44,7 @@ def main() -> None:
             files.append(np.memmap(path, np.float32, "r", shape=(1, N, H, D)))
         q = rng.standard_normal((1, 1, H, D), dtype=np.float32)
         k, v = files
-        buffer = np.empty(1 << 24, np.uint8)
+        buffer = bytearray(1 << 24)
 
         def read() -> None:
             for name in ("k", "v"):
