@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -82,8 +84,8 @@ def attention_stream(
     Notes
     -----
     Between chunks outputs are not rounded to 16 bits. Cutting the keys differently changes the
-    result within its error budget. Arrays in memory are not copied, except for the one of a file
-    that is being read.
+    result within its error budget. Arrays are not copied, those of mapped files neither: of the
+    chunk after the one at hand the system is told that it will be wanted.
 
     Merging is that of Flash-Decoding: see `nattn.merge_states`.
 
@@ -200,8 +202,28 @@ def _slices(k: Any, v: Any, axis: int, size: int) -> Iterator[Chunk]:
     """Yield k and v in slices; of no keys, one that is empty."""
     before = (slice(None),) * (axis if axis > 0 else len(k.shape) + axis)
     for begin in range(0, max(1, k.shape[axis]), size):
-        part = (*before, slice(begin, begin + size))
+        part, following = (
+            (*before, slice(n * size, (n + 1) * size)) for n in (begin // size, begin // size + 1)
+        )
+        for x in (k, v):
+            if isinstance(x, np.memmap):
+                _read_ahead(x, following)
         yield k[part], v[part]
+
+
+def _read_ahead(whole: np.memmap[Any, Any], part: Any) -> None:
+    """Let the system read a part of a file that will be wanted; a hint, and no more.
+
+    A mapped file is computed with where it lies: a copy would take more time than that saves.
+    """
+    x = whole[part]
+    low, high = np.lib.array_utils.byte_bounds(x)
+    scattered = high - low > 4 * x.nbytes
+    if x.size == 0 or scattered or whole.filename is None or not hasattr(os, "posix_fadvise"):
+        return
+    begin = whole.offset + low - np.lib.array_utils.byte_bounds(whole)[0]
+    with contextlib.suppress(OSError), open(whole.filename, "rb") as file:
+        os.posix_fadvise(file.fileno(), begin, high - low, os.POSIX_FADV_WILLNEED)
 
 
 def _checked(chunks: Any) -> Iterator[Chunk]:
@@ -222,8 +244,6 @@ def _checked(chunks: Any) -> Iterator[Chunk]:
 def _fetch(chunks: Iterator[Chunk]) -> tuple[NDArray[Any], NDArray[Any]] | None:
     """Return the next chunk in memory, None after the last."""
     for k, v in chunks:
-        # A mapped file is read here, and not by those who compute.
-        k, v = (np.array(x) if isinstance(x, np.memmap) else x for x in (k, v))
         return host_array("k", k), host_array("v", v)
     return None
 
