@@ -36,7 +36,7 @@ from ...vectors.lanes import (
     view,
     write,
 )
-from .arrays import STRIDED, rows_of
+from .arrays import STRIDED, item_of, rows_of
 from .jit import device, kernel
 from .jobs import enter, job_record, leave, stopped, take_task
 from .micro import add_values
@@ -47,10 +47,11 @@ from .packing import (
     pack_transposed,
     pack_values,
     readable_in_place,
+    row_of,
     words_of,
-    write_transposed,
+    write_rows,
 )
-from .score import FUNCTIONS, TILE_MAX_KNOWN, apply, lane_offsets
+from .score import FUNCTIONS, TILE_MAX_KNOWN, apply
 from .softmax import join_keys, mark_hidden, note_hidden, running_softmax
 from .visibility import (
     VISIBLE,
@@ -66,10 +67,9 @@ from .workspace import OF_A_TILE, SHARED, context_of, lay_out
 ARGS = job_record(
     "ForwardArgs",
     (
-        *(("q", STRIDED), ("k", STRIDED), ("v", STRIDED), ("out", STRIDED)),
-        # addresses: of a contiguous (B, Hq, Nq); of a contiguous (B, Hq, Nq, Dv) for the output as
-        # it is before it is rounded to what is stored (0: not wanted)
-        *("lse_ptr", "exact_ptr"),
+        *(("q", STRIDED), ("k", STRIDED), ("v", STRIDED), ("out", STRIDED), ("lse", STRIDED)),
+        # the output as it is before it is rounded to what is stored (address 0: not wanted)
+        ("exact", STRIDED),
         # address of the plan
         "plan_ptr",
         ("visible", VISIBLE),
@@ -371,16 +371,11 @@ def finish_tile(tile, a, plan, context, t, lse, probe, skip_hidden):
             if read(tile, probe + lane * size) != 0.0:
                 return False
 
+    rows = item_of(a.lse, context.batch)
     for lane in range(n_valid):
-        head, i = read_int64(t.lane_head_ptr + 8 * lane), read_int64(t.lane_row_ptr + 8 * lane)
-        at = a.lse_ptr + ((context.batch * plan.Hq + head) * plan.Nq + i) * size
-        write(tile, at, read(tile, lse + lane * size))
-    lane_offsets(tile, context, a.out.stride_h, a.out.stride_n)
-    out = a.out.ptr + context.batch * a.out.stride_b
-    write_transposed(tile, context, t.acc_ptr, plan.Dv, n_valid, out, a.out.stride_d)
-    if a.exact_ptr:
-        lane_offsets(tile, context, plan.Nq * plan.Dv * size, plan.Dv * size)
-        exact = a.exact_ptr + context.batch * plan.Hq * plan.Nq * plan.Dv * size
-        write_transposed(tile.compute, context, t.acc_ptr, plan.Dv, n_valid, exact, size)
+        write(tile, row_of(context, a.lse, rows, lane), read(tile, lse + lane * size))
+    write_rows(tile, context, t.acc_ptr, plan.Dv, n_valid, a.out)
+    if a.exact.ptr:
+        write_rows(tile.compute, context, t.acc_ptr, plan.Dv, n_valid, a.exact)
     t.done = 1
     return True

@@ -18,6 +18,7 @@ from ...vectors.lanes import (
     store,
     write,
 )
+from .arrays import item_of
 from .jit import device
 from .packing import copy_row, pack_rows, pack_transposed, row_of, write_transposed
 from .score import lane_offsets
@@ -39,8 +40,7 @@ def load_tile(tile, a, plan, w, context, t, n):
     pack_rows(tile, context, a.q, plan.D, padded_D, a.scale, query_rows)
     pack_rows(tile, context, a.dout, plan.Dv, padded_Dv, 1.0, dout_rows)
     # Row by row, always in this order: the sum must not depend on how dout and out lie in memory.
-    dout = a.dout.ptr + context.batch * a.dout.stride_b
-    out = a.out.ptr + context.batch * a.out.stride_b
+    dout, out = item_of(a.dout, context.batch), item_of(a.out, context.batch)
     for lane in range(tile.lanes):
         head, i = read_int64(context.heads_ptr + 8 * lane), read_int64(context.rows_ptr + 8 * lane)
         at = row_of(context, a.dout, dout, lane)

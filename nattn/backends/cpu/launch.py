@@ -13,7 +13,7 @@ from ...call.problem import Problem
 from ...call.progress import Progress
 from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
-from .arrays import strided
+from .arrays import NOWHERE, strided
 from .forward import ARGS, PLAN, TILE, WORK, forward_worker
 from .observe import Rows
 from .workspace import Image, common_areas, image
@@ -203,8 +203,8 @@ def attend(
         "k": strided(p.k),
         "v": strided(p.v),
         "out": strided(out),
-        "lse_ptr": lse.ctypes.data,
-        "exact_ptr": jobs.address(exact),
+        "lse": strided(lse[..., None]),
+        "exact": NOWHERE if exact is None else strided(exact),
         "plan_ptr": chosen.ptr,
         "visible": visible(p),
         "skip_hidden": skip_hidden,

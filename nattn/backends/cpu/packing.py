@@ -27,6 +27,7 @@ from ...vectors.lanes import (
     write,
     write_stored,
 )
+from .arrays import item_of
 from .jit import device
 from .micro import dot_keys
 from .score import lane_offsets
@@ -152,7 +153,7 @@ def pack_transposed(tile, context, array, depth, scale, dest):
     size, width, row, per = tile.itemsize, tile.W, tile.lanes * tile.itemsize, tile.per_word
     stored, words = tile.storage_size, words_of(tile, depth)
     lane_offsets(tile, context, array.stride_h, array.stride_n)
-    source, stride_d = array.ptr + context.batch * array.stride_b, array.stride_d
+    source, stride_d = item_of(array, context.batch), array.stride_d
     factor = splat(tile, scale)
     for i in range(tile.MV):
         table = context.table_ptr + 8 * i * width
@@ -177,7 +178,7 @@ def pack_rows(tile, context, array, depth, width, scale, dest):
 
     Floats are multiplied by the scale, as in `pack_transposed`.
     """
-    source, size, per = array.ptr + context.batch * array.stride_b, tile.itemsize, tile.per_word
+    source, size, per = item_of(array, context.batch), tile.itemsize, tile.per_word
     stride_d, stored = array.stride_d, tile.storage_size
     factor = splat(tile, scale)
     for lane in range(0, tile.lanes, per):
@@ -225,6 +226,14 @@ def copy_row(tile, source, stride, depth, width, dest):
         else:
             write(tile, dest + d * size, 0.0)
         d += 1
+
+
+@device
+def write_rows(tile, context, source, depth, n_valid, array):
+    """Write ``[depth][lanes]`` to the rows of an array that the lanes stand for."""
+    lane_offsets(tile, context, array.stride_h, array.stride_n)
+    dest = item_of(array, context.batch)
+    write_transposed(tile, context, source, depth, n_valid, dest, array.stride_d)
 
 
 @device
