@@ -18,6 +18,7 @@ I16 = ir.IntType(16)
 
 STORED = {
     "bool": ir.IntType(8),
+    "int8": ir.IntType(8),
     "float16": I16,
     "bfloat16": I16,
     "float32": ir.FloatType(),
@@ -25,7 +26,7 @@ STORED = {
 }
 """The LLVM type of what lies in memory; of 16-bit floats, their bits."""
 
-SIZES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+SIZES = {"bool": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a number."""
 
 
@@ -34,6 +35,8 @@ def decode(x: Vector, storage: str, to: Any) -> Vector:
     b = x.b
     if storage == "bool":
         return x.cmp("!=", 0).where(Vector(b, constant(to, 0.0)), -math.inf)
+    if storage == "int8":
+        return Vector(b, b.sitofp(x.value, to))
     if storage == "float16":
         x = _half_to_float(x)
     elif storage == "bfloat16":

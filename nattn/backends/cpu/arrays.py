@@ -37,3 +37,26 @@ def item_of(array, b):
     if array.starts_ptr:
         return array.ptr + read_int64(array.starts_ptr + 8 * b) * array.stride_n
     return array.ptr + b * array.stride_b
+
+
+PAGES = Struct("Pages", ("table_ptr", "stride_b", "stride_page", "page_size"))
+"""In which pages the keys of an item lie: address of int64 (B, pages of an item), bytes from one to
+the next, keys of a page. The arrays of keys and values have pages for items then. Without pages all
+is 0."""
+
+
+@device
+def row_at(pages, array, b, head, n):
+    """Return the address of row n of an item's head."""
+    if pages.table_ptr:
+        page = n // pages.page_size
+        item = read_int64(pages.table_ptr + b * pages.stride_b + page * pages.stride_page)
+        n -= page * pages.page_size
+        return array.ptr + item * array.stride_b + head * array.stride_h + n * array.stride_n
+    return rows_of(array, b, head) + n * array.stride_n
+
+
+@device
+def lie_together(pages, begin, end):
+    """Return whether rows lie one behind the other, `stride_n` bytes apart."""
+    return pages.table_ptr == 0 or begin // pages.page_size == (end - 1) // pages.page_size

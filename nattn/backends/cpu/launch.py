@@ -15,7 +15,9 @@ from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
 from .arrays import NOWHERE, strided
 from .forward import ARGS, PLAN, TILE, WORK, forward_worker
+from .launch_decode import decode, items_of_few_rows
 from .observe import Rows
+from .visibility import visible
 from .workspace import Image, common_areas, image
 
 TINY = 5e6
@@ -167,7 +169,11 @@ def forward(
         if exact is not None:
             exact[...] = out
         return
-    attend(problem, out, lse, exact=exact, progress=progress)
+    few = items_of_few_rows(problem)
+    if len(few) < problem.B:
+        attend(problem, out, lse, exact=exact, progress=progress)
+    if few:
+        decode(problem, out, lse, few, exact=exact, progress=progress)
 
 
 def attend(
@@ -226,26 +232,6 @@ def attend(
     )
     if error_flags:
         score.raise_for_flags(functions.names, error_flags)
-
-
-def visible(p: Problem) -> tuple[int, ...]:
-    """Return the fields of `visibility.VISIBLE`."""
-    left, right = p.window
-    blocks = (0, 0, 0, 0, 0)
-    if p.block_mask is not None:
-        kinds = p.block_mask.kinds
-        b, h, i, _ = kinds.strides
-        b, h = b if kinds.shape[0] > 1 else 0, h if kinds.shape[1] > 1 else 0
-        blocks = (kinds.ctypes.data, b, h, i, p.block_mask.block_size)
-    return (
-        p.q_offset.ctypes.data,
-        p.q_lens.ctypes.data,
-        p.kv_lens.ctypes.data,
-        p.causal,
-        -1 if left is None else left,
-        -1 if right is None else right,
-        *blocks,
-    )
 
 
 def _without_keys(p: Problem, out: NDArray[Any], lse: NDArray[Any]) -> None:

@@ -15,8 +15,9 @@ from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
 from .arrays import strided
 from .backward import ARGS, PLAN, TILE, WORK, backward_worker
-from .launch import TINY, forward, visible
+from .launch import TINY, forward
 from .totals import add_up
+from .visibility import visible
 from .workspace import Image, common_areas, image
 
 MOST_PARTIALS = 1 << 26

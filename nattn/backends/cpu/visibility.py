@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...call.problem import Problem
 from ...functions.masks import EMPTY, FULL
 from ...vectors.lanes import (
     Struct,
@@ -34,6 +35,26 @@ VISIBLE = Struct(
     ),
 )
 """What decides which keys a row sees, but for functions."""
+
+
+def visible(p: Problem) -> tuple[int, ...]:
+    """Return the fields of `VISIBLE`."""
+    left, right = p.window
+    blocks = (0, 0, 0, 0, 0)
+    if p.block_mask is not None:
+        kinds = p.block_mask.kinds
+        b, h, i, _ = kinds.strides
+        b, h = b if kinds.shape[0] > 1 else 0, h if kinds.shape[1] > 1 else 0
+        blocks = (kinds.ctypes.data, b, h, i, p.block_mask.block_size)
+    return (
+        p.q_offset.ctypes.data,
+        p.q_lens.ctypes.data,
+        p.kv_lens.ctypes.data,
+        p.causal,
+        -1 if left is None else left,
+        -1 if right is None else right,
+        *blocks,
+    )
 
 
 @device

@@ -33,6 +33,7 @@ that speaks LLVM on the CPU side. What a kernel may say is listed here; its own 
     memory           lanes and numbers by byte address, and atomic updates
     records          records in memory, of which the fields have names
     register_tile    the outer products that a kernel spends its time in
+    dot_tile         dot products over the lanes, many at a time, for few rows
     strided          rows that lie anywhere, in any storage type
     words            numbers as they are stored, and what products take of them
     bound_arrays     arrays that users' functions are bound to
@@ -43,6 +44,11 @@ from .bound_arrays import (
     clear_outside,
     new_outside,
     outside_bits,
+)
+from .dot_tile import (
+    add_dots,
+    store_dots,
+    zero_dots,
 )
 from .memory import (
     atomic_add,
@@ -74,6 +80,7 @@ from .records import (
 )
 from .register_tile import (
     add_outer,
+    add_outer_stored,
     add_outer_unless_hidden,
     add_outer_visible,
     add_tile,
@@ -129,7 +136,9 @@ __all__ = [
     "Layout",
     "Struct",
     "Tile",
+    "add_dots",
     "add_outer",
+    "add_outer_stored",
     "add_outer_unless_hidden",
     "add_outer_visible",
     "add_tile",
@@ -175,6 +184,7 @@ __all__ = [
     "sign_bit",
     "splat",
     "store",
+    "store_dots",
     "store_halves",
     "store_panels",
     "store_stored",
@@ -186,5 +196,6 @@ __all__ = [
     "write_int32",
     "write_int64",
     "write_stored",
+    "zero_dots",
     "zeros",
 ]

@@ -14,6 +14,7 @@ from ..vector import I32, I64, Vector, constant, vector_type
 from .conversions import as_lanes, broadcast
 from .memory import emit_load, emit_store
 from .types import LLVM
+from .words import emit_load_stored
 
 
 @intrinsic
@@ -40,6 +41,19 @@ def add_outer(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) 
 
 
 @intrinsic
+def add_outer_stored(
+    typingctx: Any, tile: Any, source: Any, acc: Any, a: Any, x: Any, stride: Any
+) -> Any:
+    """Add an outer product as `add_outer` does; a[i] are stored as the tile `source` says."""
+    codegen = _outer(tile, "", source)
+
+    def without_source(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return codegen(context, b, sig, (args[0], *args[2:]))
+
+    return acc(tile, source, acc, types.int64, types.int64, types.int64), without_source
+
+
+@intrinsic
 def add_outer_visible(typingctx: Any, tile: Any, acc: Any, a: Any, x: Any, stride: Any) -> Any:
     """Add an outer product as `add_outer` does, without what is -0.0 in a[i].
 
@@ -59,7 +73,7 @@ def add_outer_unless_hidden(
     return acc(tile, acc, types.int64, types.int64, types.int64), _outer(tile, "x")
 
 
-def _outer(tile: Any, hidden: str) -> Any:
+def _outer(tile: Any, hidden: str, source: Any = None) -> Any:
     """Return what writes an outer product; `hidden` says which factor is -0.0 if it is hidden."""
     mv, nr, to, pairs = tile.tile.MV, tile.tile.NR, tile.real, tile.tile.per_word == 2
     size, mark = tile.tile.itemsize * to.width, _hidden_halves if pairs else _is_negative_zero
@@ -76,7 +90,12 @@ def _outer(tile: Any, hidden: str) -> Any:
         _, acc_, a_, x_, stride_ = args
         words = vector_type(I32, to.width) if pairs else to.llvm
         scalar = I32 if pairs else LLVM[to.dtype]
-        vectors = [Vector(b, emit_load(b, b.add(a_, I64(i * size)), words)) for i in range(mv)]
+        if source is None:
+            vectors = [Vector(b, emit_load(b, b.add(a_, I64(i * size)), words)) for i in range(mv)]
+        else:
+            step = source.tile.storage_size * to.width
+            places = [b.add(a_, I64(i * step)) for i in range(mv)]
+            vectors = [Vector(b, emit_load_stored(b, source, at)) for at in places]
         unseen = [mark(v) if hidden == "a" else None for v in vectors]
         out = acc_
         for j in range(nr):

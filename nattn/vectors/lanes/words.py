@@ -37,12 +37,17 @@ def _as_words(b: Any, bits: Any, width: int) -> Any:
     return b.bitcast(bits, vector_type(ir.FloatType(), width))
 
 
+def emit_load_stored(b: Any, tile: Any, address: Any) -> Any:
+    """Write the load of W adjacent numbers of an array, as floats."""
+    return _stored(b, tile, address, tile.real.width).value
+
+
 @intrinsic
 def load_stored(typingctx: Any, tile: Any, address: Any) -> Any:
     """Return W adjacent numbers of an array as floats."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        return _stored(b, tile, args[1], tile.real.width).value
+        return emit_load_stored(b, tile, args[1])
 
     return tile.real(tile, types.int64), codegen
 
