@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import multiprocessing
 import os
 import sys
@@ -337,9 +338,28 @@ def show_info() -> None:
     print(json.dumps(load_backend("cpu").info()))
 
 
+def window_reads() -> None:
+    """Decode with a window over arrays of which all the rest cannot be read."""
+    page, row, n = mmap.PAGESIZE, 64 * 4, 4096
+    libc = ctypes.CDLL(None, use_errno=True)
+    q = np.ones((1, 2, 3, 64), np.float32)
+    arrays = []
+    for _ in "kv":
+        memory = mmap.mmap(-1, n * row)
+        x = np.frombuffer(memory, np.float32).reshape(1, 1, n, 64)
+        x[...] = 1.0
+        seen = n - 2048  # the window of the first row, on the beginning of a page
+        assert seen * row % page == 0
+        assert libc.mprotect(ctypes.c_void_p(x.ctypes.data), seen * row, 0) == 0
+        arrays.append(x)
+    out = nattn.attention(q, *arrays, window_size=(2045, 0))
+    assert (out == 1.0).all(), out
+
+
 SCENARIOS: dict[str, Callable[..., None]] = {
     scenario.__name__: scenario
     for scenario in (
+        window_reads,
         several_threads,
         first_call_in_several_threads,
         one_call,

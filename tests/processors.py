@@ -7,14 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from nattn.backends.cpu import launch, launch_backward, tiles
+from nattn.backends.cpu import launch, launch_backward, launch_decode, tiles
 
 _CHOSEN = (
     tiles.bfloat16_product,
     tiles.choose_tile,
+    tiles.decode_tile,
     tiles.block_kv,
     tiles.backward_block_kv,
     launch.plan,
+    launch_decode.plan_decode,
     launch_backward.plan_backward,
 )
 

@@ -35,6 +35,11 @@ def forward(heads: int, n: int, d: int) -> Callable[[], list[Any]]:
     return lambda: list(nattn.attention(q, k, v, causal=True, return_lse=True))
 
 
+def decode(heads: int, n: int, d: int) -> Callable[[], list[Any]]:
+    q, k, v = arrays(heads, 8 * n, d)
+    return lambda: list(nattn.attention(q[:, :, :2], k, v, causal=True, return_lse=True))
+
+
 def backward(heads: int, n: int, d: int) -> Callable[[], list[Any]]:
     q, k, v = arrays(heads, n, d)
     out, lse = nattn.attention(q, k, v, causal=True, return_lse=True)
@@ -63,7 +68,7 @@ def gelu(heads: int, n: int, d: int) -> Callable[[], list[Any]]:
     return lambda: [backends.load("cpu").gelu(q)]
 
 
-KERNELS = [forward, backward, observe, classify, rotate, gelu]
+KERNELS = [forward, decode, backward, observe, classify, rotate, gelu]
 
 
 class Delay:

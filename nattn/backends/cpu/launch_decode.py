@@ -14,7 +14,7 @@ from ...vectors.lanes import Tile
 from ...vectors.storage import SIZES
 from . import jobs, score, tile_functions, tiles
 from .arrays import NOWHERE, strided
-from .decode import ARGS, CHUNK, ITEM, PLAN, TILE, WORK, decode_worker
+from .decode import ARGS, CHUNK, PLAN, TILE, WORK, decode_worker
 from .visibility import visible
 from .workspace import Image, common_areas, image
 
