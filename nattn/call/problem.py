@@ -153,9 +153,9 @@ class Problem:
     bias_shape: tuple[int, ...] | None
     inputs: dict[str, NDArray[Any] | None]
     given: dict[str, tuple[tuple[int, ...], np.dtype]]
-    pages: Pages | None = None
-    k_scales: NDArray[np.float32] | None = None
-    v_scales: NDArray[np.float32] | None = None
+    pages: Pages | None
+    k_scales: NDArray[np.float32] | None
+    v_scales: NDArray[np.float32] | None
 
     @classmethod
     def build(cls, q: Any, k: Any, v: Any, **args: Unpack[Arguments]) -> Problem:
@@ -291,6 +291,9 @@ class Problem:
             bias_shape=None if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
             inputs=inputs,
             given={x: (inputs[x].shape, inputs[x].dtype) for x in LEARNT if inputs[x] is not None},
+            pages=None,
+            k_scales=None,
+            v_scales=None,
         )
         return problem
 
