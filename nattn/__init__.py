@@ -16,6 +16,7 @@ from .api import (
     plot_attention,
     row_stats,
 )
+from .caches import CacheError, KVCache, PagedKVCache
 from .call.block_mask import BlockMask
 from .functions import masks, mods
 from .functions.masks import mask
@@ -24,7 +25,10 @@ from .functions.mods import alibi_slopes
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
+    "CacheError",
     "Gradients",
+    "KVCache",
+    "PagedKVCache",
     "RowStats",
     "__version__",
     "alibi_slopes",
