@@ -10,11 +10,13 @@ from .api import (
     attention_stream,
     attention_vjp,
     attention_weights,
+    attention_with_kvcache,
     key_mass,
     merge_states,
     plot_attention,
     row_stats,
 )
+from .caches import CacheError, KVCache, PagedKVCache
 from .call.block_mask import BlockMask
 from .functions import masks, mods
 from .functions.masks import mask
@@ -23,7 +25,10 @@ from .functions.mods import alibi_slopes
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
+    "CacheError",
     "Gradients",
+    "KVCache",
+    "PagedKVCache",
     "RowStats",
     "__version__",
     "alibi_slopes",
@@ -33,6 +38,7 @@ __all__ = [
     "attention_stream",
     "attention_vjp",
     "attention_weights",
+    "attention_with_kvcache",
     "key_mass",
     "mask",
     "masks",

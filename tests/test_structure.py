@@ -18,6 +18,7 @@ FLOORS = (  # each uses only those under it
     "applications",
     "integrations",
     "nn",
+    "caches",
     "positional",
     "api",
     "backends",

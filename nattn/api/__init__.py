@@ -9,6 +9,7 @@ from .diagnostics import (
     row_stats,
 )
 from .functional import Gradients, attention, attention_backward, attention_vjp
+from .generation import attention_with_kvcache
 from .merging import merge_states
 from .streaming import attention_stream
 
@@ -21,6 +22,7 @@ __all__ = [
     "attention_stream",
     "attention_vjp",
     "attention_weights",
+    "attention_with_kvcache",
     "key_mass",
     "merge_states",
     "plot_attention",

@@ -59,6 +59,7 @@ def forward(
     IndexError
         If one indexes a bound array out of range where a pair is visible.
     """
+    problem = problem.gathered(np.dtype(np.float64))
     # NaN, Inf and overflow are data here, whatever the caller's np.seterr says
     with np.errstate(all="ignore"):
         for b in range(problem.B):

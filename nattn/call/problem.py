@@ -6,7 +6,7 @@ and layout, integers cannot overflow, nothing is left to guess.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -19,6 +19,7 @@ from .arguments import Arguments, with_defaults
 from .block_mask import BlockMask
 from .checks import Window, as_array, check_flag
 from .device_arrays import DeviceArray
+from .pages import Pages, gather
 from .validators import (
     alibi_mod,
     binds_device_arrays,
@@ -110,6 +111,11 @@ class Problem:
         All arrays that were passed, by name and as they were, None for those that were not.
     given : dict
         Shape and dtype of bias, sinks and alibi_slopes as they were given, of those that were.
+    pages : Pages or None
+        Where the keys of each item lie, if k and v are pools: ``(pages, Hkv, page_size, D)`` and
+        the same with ``Dv``. `Nk` is then the length of the longest item.
+    k_scales, v_scales : ndarray of float32 or None
+        With k and v in int8 the scale of each row: of their shapes without the last axis.
     """
 
     q: NDArray[Any]
@@ -147,6 +153,9 @@ class Problem:
     bias_shape: tuple[int, ...] | None
     inputs: dict[str, NDArray[Any] | None]
     given: dict[str, tuple[tuple[int, ...], np.dtype]]
+    pages: Pages | None
+    k_scales: NDArray[np.float32] | None
+    v_scales: NDArray[np.float32] | None
 
     @classmethod
     def build(cls, q: Any, k: Any, v: Any, **args: Unpack[Arguments]) -> Problem:
@@ -282,6 +291,9 @@ class Problem:
             bias_shape=None if bias is None else (1,) * (4 - bias.ndim) + bias.shape,
             inputs=inputs,
             given={x: (inputs[x].shape, inputs[x].dtype) for x in LEARNT if inputs[x] is not None},
+            pages=None,
+            k_scales=None,
+            v_scales=None,
         )
         return problem
 
@@ -294,6 +306,52 @@ class Problem:
     def lse_shape(self) -> tuple[int, ...]:
         """The shape of ``lse`` in the caller's rank: ``(B, Hq, Nq)`` without axes that lack."""
         return (self.B, self.Hq, self.Nq)[4 - self.rank :]
+
+    @property
+    def kv_storage(self) -> str:
+        """What k and v are stored as: "int8", or `storage`."""
+        return self.storage if self.k_scales is None else "int8"
+
+    def gathered(self, dtype: np.dtype | None = None) -> Problem:
+        """Return the same problem with k and v in one piece, and in floats.
+
+        Parameters
+        ----------
+        dtype : dtype, optional
+            What numbers in int8 become, `compute` by default. float64 holds their products with
+            scales exactly.
+
+        Returns
+        -------
+        Problem
+            Itself if there is nothing to do. Otherwise k and v are ``(B, Hkv, Nk, D)`` and
+            contiguous, and 0 where causal, window and lengths let no row look. If they were in int8
+            q is in `compute`, which is then the problem's dtype: to round what comes of it to that
+            of `out` is up to the caller.
+        """
+        if self.pages is None and self.k_scales is None:
+            return self
+        quantised = self.k_scales is not None
+        kind = self.dtype if not quantised else self.compute if dtype is None else dtype
+        new = [np.zeros((self.B, self.Hkv, self.Nk, n), kind) for n in (self.D, self.Dv)]
+        stored = (self.k, self.k_scales), (self.v, self.v_scales)
+        for b in range(self.B):
+            lo, hi = self.visible_range(b, np.arange(self.q_lens[b]))
+            begin, end = int(lo.min(initial=self.Nk)), int(hi.max(initial=0))
+            if begin >= end:
+                continue
+            for to, (x, scales) in zip(new, stored, strict=True):
+                rows = gather(x, self.pages, b, begin, end)
+                if scales is not None:
+                    factors = gather(scales, self.pages, b, begin, end)
+                    rows = rows.astype(kind) * factors.astype(kind)[..., None]
+                to[b, :, begin:end] = rows
+        plain = replace(self, k=new[0], v=new[1], pages=None, k_scales=None, v_scales=None)
+        if not quantised:
+            return plain
+        storage = dtypes.compute_name(self.compute)
+        q = self.q.astype(self.compute, copy=False)
+        return replace(plain, q=q, dtype=self.compute, storage=storage)
 
     def visible_range(
         self, b: int, i: NDArray[np.int64]

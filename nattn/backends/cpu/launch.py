@@ -164,6 +164,9 @@ def forward(
     """
     if lse.size == 0:
         return
+    if problem.pages is not None or problem.k_scales is not None:
+        _forward_gathered(problem.gathered(), out, lse, exact=exact, progress=progress)
+        return
     if problem.Nk == 0:
         _without_keys(problem, out, lse)
         if exact is not None:
@@ -174,6 +177,24 @@ def forward(
         attend(problem, out, lse, exact=exact, progress=progress)
     if few:
         decode(problem, out, lse, few, exact=exact, progress=progress)
+
+
+def _forward_gathered(
+    p: Problem,
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    *,
+    exact: NDArray[Any] | None,
+    progress: Progress | None,
+) -> None:
+    """Do what `forward` does, of a problem that may have a wider dtype than `out`."""
+    if p.dtype == out.dtype:
+        forward(p, out, lse, exact=exact, progress=progress)
+        return
+    wide = np.empty(out.shape, p.dtype) if exact is None else exact
+    forward(p, wide, lse, progress=progress)
+    with np.errstate(all="ignore"):
+        out[...] = wide
 
 
 def attend(

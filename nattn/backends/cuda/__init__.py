@@ -27,6 +27,12 @@ def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
         views.
     """
     p, reasons = problem, []
+    if p.pages is not None or p.k_scales is not None:
+        got = p.kv_storage if p.pages is None else f"pages of {p.kv_storage}"
+        reasons.append(
+            f"k, v: expected arrays of q's dtype and in one piece for 'cuda', got {got}; pass "
+            "backend='cpu'"
+        )
     for name, n in (("q", p.group * p.Nq), ("k", p.Nk)):
         if n >= MOST_ROWS:
             reasons.append(f"{name}: expected fewer than {MOST_ROWS} rows for a key head, got {n}")
