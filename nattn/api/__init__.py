@@ -11,6 +11,7 @@ from .diagnostics import (
 from .functional import Gradients, attention, attention_backward, attention_vjp
 from .merging import merge_states
 from .streaming import attention_stream
+from .varlen import attention_varlen, attention_varlen_vjp
 
 __all__ = [
     "Gradients",
@@ -19,6 +20,8 @@ __all__ = [
     "attention_backward",
     "attention_map",
     "attention_stream",
+    "attention_varlen",
+    "attention_varlen_vjp",
     "attention_vjp",
     "attention_weights",
     "key_mass",
