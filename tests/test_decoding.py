@@ -238,5 +238,5 @@ def test_the_number_of_splits() -> None:
     for n, expected in sizes.items():
         x = np.broadcast_to(np.float32(0), (1, 2, n, 4))
         p = Problem.build(x[:, :, :1], x, x)
-        _, tasks = launch_decode.split_items(p, [0], [n])
+        _, tasks = launch_decode.task_table(p, [0])
         assert tasks == 2 * expected

@@ -12,6 +12,7 @@ from .functional import Gradients, attention, attention_backward, attention_vjp
 from .generation import attention_with_kvcache
 from .merging import merge_states
 from .streaming import attention_stream
+from .varlen import attention_varlen, attention_varlen_vjp
 
 __all__ = [
     "Gradients",
@@ -20,6 +21,8 @@ __all__ = [
     "attention_backward",
     "attention_map",
     "attention_stream",
+    "attention_varlen",
+    "attention_varlen_vjp",
     "attention_vjp",
     "attention_weights",
     "attention_with_kvcache",

@@ -495,6 +495,13 @@ def attention_vjp(
     True
     """
     problem = Problem.build(q, k, v, **args)
+    return _vjp(problem, out, return_lse, backend)
+
+
+def _vjp(
+    problem: Problem, out: Any, return_lse: bool, backend: str
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Do what `attention_vjp` does."""
     result, lse, exact = _forward(problem, out, return_lse, backend, keeps_exact=True)
 
     def vjp(

@@ -63,14 +63,16 @@ def forward(
     # NaN, Inf and overflow are data here, whatever the caller's np.seterr says
     with np.errstate(all="ignore"):
         for b in range(problem.B):
-            n = int(problem.q_lens[b])
+            at, n = problem.q_place(b)
             for h in range(problem.Hq):
-                rows, lse[b, h, :n] = _one_head(problem, b, h)
-                out[b, h, :n], out[b, h, n:], lse[b, h, n:] = rows, 0.0, -np.inf
+                rows, own_lse = _one_head(problem, b, h)
+                out[at, h, n], lse[at, h, n] = rows, own_lse
                 if exact is not None:
-                    exact[b, h, :n] = rows
+                    exact[at, h, n] = rows
                 if progress is not None:
                     progress((b * problem.Hq + h + 1) / (problem.B * problem.Hq))
+        nothing = np.broadcast_to(~problem.exists[:, None], lse.shape)
+        out[nothing], lse[nothing] = 0.0, -np.inf
 
 
 def backward(
@@ -115,15 +117,17 @@ def backward(
     total = {name: np.zeros(shapes[name]) for name in wrt}
     with np.errstate(all="ignore"):
         for b in range(p.B):
-            n_q, n_kv = int(p.q_lens[b]), int(p.kv_lens[b])
+            (at_q, n_q), (at_kv, n_kv) = p.q_place(b), p.kv_place(b)
             for h in range(p.Hq):
-                rows = [x[b, h, :n_q].astype(np.float64) for x in (dout, out, lse)]
-                rows.append(np.zeros(n_q) if dlse is None else dlse[b, h, :n_q].astype(np.float64))
+                rows = [x[at_q, h, n_q].astype(np.float64) for x in (dout, out, lse)]
+                rows.append(np.zeros(len(rows[0])))
+                if dlse is not None:
+                    rows[3] += dlse[at_q, h, n_q]
                 found = _one_head_backward(p, b, h, *rows)
                 kv = h // p.group  # summed over the heads of a group
                 places: dict[str, Any]
-                places = {"q": (b, h, slice(n_q)), "k": (b, kv, slice(n_kv)), "sinks": h}
-                places |= {"v": (b, kv, slice(n_kv)), "alibi_slopes": (b, h)}
+                places = {"q": (at_q, h, n_q), "k": (at_kv, kv, n_kv), "v": (at_kv, kv, n_kv)}
+                places |= {"sinks": h, "alibi_slopes": (b, h)}
                 for name in wrt - {"bias"}:
                     total[name][places[name]] += found[name]
                 if "bias" in wrt:
@@ -261,7 +265,7 @@ def _softmax(p: Problem, h: int, s: Float64Array) -> tuple[Float64Array, Float64
 
 def _one_head(p: Problem, b: int, h: int) -> tuple[Float64Array, Float64Array]:
     s, visible = scores(p, b, h)
-    v = np.array(p.v[b, h // p.group, : int(p.kv_lens[b])], np.float64, order="C")
+    v = _values(p, b, h)
     p_ij, lse = _softmax(p, h, s)
     kept = _kept(p, b, h, visible)
     out = _weighted_sum(np.where(kept, p_ij / (1.0 - p.dropout_p), 0.0), v, kept)
@@ -281,7 +285,7 @@ def _one_head_backward(
     """Go through `_one_head` and `scores` from their last line to the first."""
     s, visible, slope = _scores(p, b, h, derive=True)
     q, k = _queries_and_keys(p, b, h)
-    v = np.array(p.v[b, h // p.group, : int(p.kv_lens[b])], np.float64, order="C")
+    v = _values(p, b, h)
     lse, dlse = lse[:, None], dlse[:, None]
 
     # out = p_ij / (1 - dropout_p) @ v, where kept
@@ -359,10 +363,15 @@ def scores(
 def _queries_and_keys(
     p: Problem, b: int, h: int, rows: NDArray[np.int64] | None = None
 ) -> tuple[Float64Array, Float64Array]:
-    n_q, n_kv = int(p.q_lens[b]), int(p.kv_lens[b])  # what lies behind does not exist
-    q = np.array(p.q[b, h, :n_q] if rows is None else p.q[b, h, rows], np.float64, order="C")
-    k = np.array(p.k[b, h // p.group, :n_kv], np.float64, order="C")
-    return q, k
+    (at_q, n_q), (at_kv, n_kv) = p.q_place(b), p.kv_place(b)  # what lies behind does not exist
+    q = p.q[at_q, h, n_q] if rows is None else p.q[at_q, h, n_q][rows]
+    k = np.array(p.k[at_kv, h // p.group, n_kv], np.float64, order="C")
+    return np.array(q, np.float64, order="C"), k
+
+
+def _values(p: Problem, b: int, h: int) -> Float64Array:
+    at, n = p.kv_place(b)
+    return np.array(p.v[at, h // p.group, n], np.float64, order="C")
 
 
 def _scores(

@@ -21,14 +21,17 @@ from .checks import Window, as_array, check_flag
 from .device_arrays import DeviceArray
 from .pages import Pages, gather
 from .validators import (
+    PACKED,
     alibi_mod,
     binds_device_arrays,
     bound_arrays,
     check_bias,
     check_block_mask,
+    check_cu_seqlens,
     check_lengths,
     check_mask,
     check_offset,
+    check_packed,
     check_places,
     check_probability,
     check_rank,
@@ -67,7 +70,9 @@ class Problem:
     Attributes
     ----------
     q, k, v : ndarray
-        ``(B, Hq, Nq, D)``, ``(B, Hkv, Nk, D)`` and ``(B, Hkv, Nk, Dv)``.
+        ``(B, Hq, Nq, D)``, ``(B, Hkv, Nk, D)`` and ``(B, Hkv, Nk, Dv)``. Of a packed call, whose
+        items lie one behind the other, ``(1, Hq, Tq, D)`` and so on; there Nq and Nk are the
+        largest lengths.
     dtype, storage : dtype, str
         What q, k, v and the output are stored as, and its name: "float16", "bfloat16", "float32"
         or "float64". bfloat16 is ml_dtypes', or `dtypes.BFLOAT16_BITS` without that.
@@ -87,6 +92,9 @@ class Problem:
         ``(B,)`` int64. Row ``i`` of item ``b`` sits at ``i + q_offset[b]`` on the key axis.
         Offsets and window are clamped where no array reaches, without changing what is visible:
         ``i + q_offset[b] - left`` and ``i + q_offset[b] + right + 1`` never overflow.
+    q_starts, kv_starts : ndarray or None
+        ``(B,)`` int64: where the rows and the keys of each item begin in a packed call, one item
+        behind the other in order; None in all others.
     mask, bias : ndarray or None
         Views broadcast to ``(B, Hq, Nq, Nk)``, never materialised. mask is bool; bias is of any
         storage type, to be rounded to `compute` as it is read.
@@ -140,6 +148,8 @@ class Problem:
     q_offset: NDArray[np.int64]
     q_lens: NDArray[np.int64]
     kv_lens: NDArray[np.int64]
+    q_starts: NDArray[np.int64] | None
+    kv_starts: NDArray[np.int64] | None
     mask: NDArray[np.bool_] | None
     bias: NDArray[Any] | None
     score_mods: tuple[Tree, ...]
@@ -158,13 +168,23 @@ class Problem:
     v_scales: NDArray[np.float32] | None
 
     @classmethod
-    def build(cls, q: Any, k: Any, v: Any, **args: Unpack[Arguments]) -> Problem:
+    def build(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens: tuple[Any, Any] | None = None,
+        **args: Unpack[Arguments],
+    ) -> Problem:
         """Check the arguments of one call and bring them to the canonical form.
 
         Parameters
         ----------
         q, k, v, **args
             As in `nattn.attention`.
+        cu_seqlens : tuple, optional
+            Those of a packed call, `cu_seqlens_q` and `cu_seqlens_k`; q, k, v and the other
+            arguments are then as in `nattn.attention_varlen`.
 
         Raises
         ------
@@ -173,7 +193,7 @@ class Problem:
         NotImplementedError
             For legal input that no backend handles yet.
         """
-        args = with_defaults(args)
+        args = with_defaults(args, packed=cu_seqlens is not None)
         allocator: device_arrays.Allocator | None = None
         if not (type(q) is type(k) is type(v) is np.ndarray):
             q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
@@ -208,7 +228,11 @@ class Problem:
             q, k, v = to_native(q, dtype), to_native(k, dtype), to_native(v, dtype)
 
         rank, layout = q.ndim, args["layout"]
-        if not (rank == 4 == k.ndim == v.ndim and type(layout) is str and layout == "bhnd"):
+        if cu_seqlens is not None:
+            check_packed(q, k, v)
+            layout = PACKED
+            q, k, v = to_bhnd(q, layout), to_bhnd(k, layout), to_bhnd(v, layout)
+        elif not (rank == 4 == k.ndim == v.ndim and type(layout) is str and layout == "bhnd"):
             check_rank(q, k, v, layout)
             q, k, v = to_bhnd(q, layout), to_bhnd(k, layout), to_bhnd(v, layout)
 
@@ -221,8 +245,13 @@ class Problem:
 
         causal = check_flag("causal", args["causal"])
         window = check_window(args["window_size"])
-        q_lens = check_lengths("q_lens", args["q_lens"], B, Nq)
-        kv_lens = check_lengths("kv_lens", args["kv_lens"], B, Nk)
+        q_starts, kv_starts = None, None
+        if cu_seqlens is None:
+            q_lens = check_lengths("q_lens", args["q_lens"], B, Nq)
+            kv_lens = check_lengths("kv_lens", args["kv_lens"], B, Nk)
+        else:
+            q_starts, q_lens, kv_starts, kv_lens = check_cu_seqlens(*cu_seqlens, Nq, Nk)
+            B, Nq, Nk = len(q_lens), int(q_lens.max(initial=0)), int(kv_lens.max(initial=0))
         offset = kv_lens - q_lens
         if args["q_offset"] is not None:
             offset = check_offset(args["q_offset"], B, window)
@@ -274,6 +303,8 @@ class Problem:
             q_offset=offset,
             q_lens=q_lens,
             kv_lens=kv_lens,
+            q_starts=q_starts,
+            kv_starts=kv_starts,
             mask=None if mask is None else check_mask(mask, pairs),
             bias=None if bias is None else check_bias(bias, pairs),
             score_mods=(
@@ -300,12 +331,37 @@ class Problem:
     @property
     def out_shape(self) -> tuple[int, ...]:
         """The shape of ``out`` in the caller's rank and layout."""
-        return shape_as_given((self.B, self.Hq, self.Nq, self.Dv), self.rank, self.layout)
+        return shape_as_given((*self.q.shape[:3], self.Dv), self.rank, self.layout)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
         """The shape of ``lse`` in the caller's rank: ``(B, Hq, Nq)`` without axes that lack."""
-        return (self.B, self.Hq, self.Nq)[4 - self.rank :]
+        shape: tuple[int, ...] = self.q.shape[4 - self.rank : 3]
+        return shape
+
+    @property
+    def exists(self) -> NDArray[np.bool_]:
+        """Which query rows are there: ``(B, Nq)``, of a packed call ``(1, Tq)``."""
+        if self.q_starts is None:
+            return np.arange(self.Nq) < self.q_lens[:, None]
+        first, end = self.q_extent
+        i = np.arange(self.q.shape[2])[None]
+        return (first <= i) & (i < end)
+
+    @property
+    def q_extent(self) -> tuple[int, int]:
+        """The rows of q from the first of the first item to the last, in a packed call."""
+        if self.q_starts is None or not self.B:
+            return 0, 0
+        return int(self.q_starts[0]), int(self.q_starts[-1] + self.q_lens[-1])
+
+    def q_place(self, b: int) -> tuple[int, slice]:
+        """Return where the rows of an item lie: a number along axis 0 of q, and which rows."""
+        return _place(b, self.q_starts, self.q_lens)
+
+    def kv_place(self, b: int) -> tuple[int, slice]:
+        """Return where the keys of an item lie: a number along axis 0 of k, and which rows."""
+        return _place(b, self.kv_starts, self.kv_lens)
 
     @property
     def kv_storage(self) -> str:
@@ -379,3 +435,10 @@ class Problem:
         if right is not None:
             hi = np.minimum(hi, pos + right + 1)
         return lo, np.where(i < self.q_lens[b], hi, 0)
+
+
+def _place(b: int, starts: NDArray[np.int64] | None, lens: NDArray[np.int64]) -> tuple[int, slice]:
+    n = int(lens[b])
+    if starts is None:
+        return b, slice(n)
+    return 0, slice(int(starts[b]), int(starts[b]) + n)

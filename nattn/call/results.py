@@ -16,7 +16,7 @@ from . import device_arrays
 from .checks import as_array, overlaps_itself, share_memory, show
 from .device_arrays import DeviceArray
 from .problem import LEARNT, WRT, Problem
-from .validators import bound_arrays, check_places, shape_as_given, to_bhnd, to_native
+from .validators import PACKED, bound_arrays, check_places, shape_as_given, to_bhnd, to_native
 
 # Of the forward pass
 
@@ -31,18 +31,19 @@ def new_results(problem: Problem, out: Any = None) -> tuple[Any, Any]:
 def new_exact(problem: Problem) -> NDArray[Any] | None:
     """Return a new array for ``out`` before it is rounded, None if it is not or is on a GPU.
 
-    It is head-major, ``(B, Hq, Nq, Dv)``, and `check_incoming` takes a view of it for `out`.
+    It is head-major, ``(B, Hq, Nq, Dv)`` or ``(1, Hq, Tq, Dv)`` of a packed call, and
+    `check_incoming` takes a view of it for `out`.
     """
     if problem.allocator is not None or problem.dtype == problem.compute:
         return None
-    return np.zeros((problem.B, problem.Hq, problem.Nq, problem.Dv), problem.compute)
+    return np.zeros((*problem.q.shape[:3], problem.Dv), problem.compute)
 
 
 def as_given(problem: Problem, x: NDArray[Any]) -> NDArray[Any]:
     """View a head-major array in the caller's rank and layout."""
     view: NDArray[Any]
     view = to_bhnd(x, problem.layout) if problem.rank == 4 else x[(0,) * (4 - problem.rank)]
-    return view
+    return view if problem.layout != PACKED else view.transpose(1, 0, 2)
 
 
 def _new(problem: Problem, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -167,15 +168,19 @@ def check_incoming(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -
             x = x[(None,) * (4 - problem.rank)]
             x = x if problem.allocator is not None else np.require(x, requirements=("C", "A"))
         rows.append(x)
-    behind = np.arange(problem.Nq) >= problem.q_lens[:, None]
+    behind = ~problem.exists
     if problem.allocator is None and behind.any():
         wrong = behind[:, None] & (rows[0] != -np.inf)
         if wrong.any():
             b, h, i = np.argwhere(wrong)[0].tolist()
+            where, place = "past q_lens", f"row {i} of item {b}"
+            if problem.q_starts is None:
+                place += f" with q_lens[{b}] = {problem.q_lens[b]}"
+            else:
+                where, place = "of no sequence", f"row {i}"
             raise ValueError(
-                f"lse: expected -inf in rows past q_lens, as attention returns it for the same "
-                f"arguments, got {rows[0][b, h, i]} in row {i} of item {b} with "
-                f"q_lens[{b}] = {problem.q_lens[b]}"
+                f"lse: expected -inf in rows {where}, as attention returns it for the same "
+                f"arguments, got {rows[0][b, h, i]} in {place}"
             )
     return to_bhnd(dout, problem.layout), to_bhnd(out, problem.layout), *rows
 

@@ -26,11 +26,15 @@ from .checks import (
     check_name,
     finite_float,
     host_array,
+    in_host_memory,
     show,
 )
 from .device_arrays import DeviceArray
 
 _INT64 = np.dtype(np.int64)
+
+PACKED = "thd"
+"""The layout of packed sequences: (T, H, D), seen as one item (1, H, T, D)."""
 
 
 # What was got, and as an array
@@ -108,16 +112,29 @@ def check_rank(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], layout: Any) -
             raise ValueError(f"{name}: expected {q.ndim} axes as in q {q.shape}, got {x.shape}")
 
 
+def check_packed(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> None:
+    """Raise unless all have the axes of packed sequences."""
+    for name, x, expected in (
+        ("q", q, "(Tq, Hq, D)"),
+        ("k", k, "(Tk, Hkv, D)"),
+        ("v", v, "(Tk, Hkv, Dv)"),
+    ):
+        if x.ndim != 3:
+            raise ValueError(f"{name}: expected shape {expected}, got {x.shape}")
+
+
 def to_bhnd(x: Any, layout: str) -> Any:
     """View an array of the caller's rank and layout as ``(B, H, N, D)``."""
     if x.ndim == 4:
         return x if layout == "bhnd" else x.transpose(0, 2, 1, 3)
+    if layout == PACKED:
+        return x.transpose(1, 0, 2)[None]
     return x[None] if x.ndim == 3 else x[None, None]
 
 
 def shape_as_given(shape: tuple[Any, ...], rank: int, layout: str) -> tuple[Any, ...]:
     """Write a (B, H, N, D) shape in the caller's rank and layout."""
-    if layout == "bnhd":
+    if layout in ("bnhd", PACKED):
         shape = (shape[0], shape[2], shape[1], shape[3])
     return shape[4 - rank :]
 
@@ -216,6 +233,42 @@ def check_lengths(name: str, value: Any, B: int, N: int) -> NDArray[np.int64]:
         if not 0 <= n <= N:
             raise ValueError(f"{name}: expected lengths from 0 to {N}, got {show(n)} for item {b}")
     return np.array(lengths, _INT64)
+
+
+def check_cu_seqlens(cu_q: Any, cu_k: Any, Tq: int, Tk: int) -> tuple[NDArray[np.int64], ...]:
+    """Return where the rows of each sequence begin, their number, and the same of its keys."""
+    q = _cumulative("cu_seqlens_q", cu_q, "q", Tq)
+    k = _cumulative("cu_seqlens_k", cu_k, "k", Tk)
+    if len(q) != len(k):
+        raise ValueError(
+            f"cu_seqlens_k: expected {len(q)} numbers, as many as in cu_seqlens_q, got {len(k)}"
+        )
+    return q[:-1], np.diff(q), k[:-1], np.diff(k)
+
+
+def _cumulative(name: str, value: Any, of: str, T: int) -> NDArray[np.int64]:
+    array = in_host_memory(name, value)
+    if array.ndim != 1 or not array.size:
+        raise ValueError(
+            f"{name}: expected shape (B + 1,), where each of B sequences begins and the last ends, "
+            f"got shape {array.shape}"
+        )
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got {show(value)}")
+    if array[0] < 0:
+        raise ValueError(f"{name}: expected a first number of at least 0, got {array[0]}")
+    falls = np.flatnonzero(array[1:] < array[:-1])
+    if falls.size:
+        n = int(falls[0])
+        raise ValueError(
+            f"{name}: expected numbers that do not fall, got {array[n + 1]} after {array[n]} "
+            f"at place {n + 1}"
+        )
+    if int(array[-1]) > T:
+        raise ValueError(
+            f"{name}: expected a last number of at most {T}, the rows of {of}, got {array[-1]}"
+        )
+    return array.astype(_INT64)  # a copy, whatever becomes of the caller's
 
 
 def check_window(value: Any) -> Window:

@@ -60,6 +60,7 @@ from .jobs import enter, job_record, leave, stopped, take_task
 from .packing import copy_row, row_of
 from .score import FUNCTIONS, apply
 from .softmax import LOG2E, is_hidden
+from .tables import TABLE, find_task
 from .visibility import (
     VISIBLE,
     assign_rows,
@@ -80,8 +81,8 @@ ARGS = job_record(
         # the output before it is rounded (address 0: not wanted); scales of 8-bit keys and values
         *(("exact", STRIDED), ("k_scales", STRIDED), ("v_scales", STRIDED)),
         ("pages", PAGES),
-        # items: address of a record `ITEM` for each, their number
-        *("items_ptr", "n_items"),
+        # the tasks of each item: a table of `ITEM`
+        ("tasks", TABLE),
         # addresses: of the states of all tasks; of an int64 for each item and key head, the number
         # of splits that are done
         *("states_ptr", "done_ptr"),
@@ -99,8 +100,6 @@ ARGS = job_record(
 
 ITEM = Struct("DecodeItem", ("first_task", "b", "n_splits", "split_keys"))
 """An item: its first task, which it is, the splits of its keys, keys of one."""
-
-ITEM_BYTES = ITEM.size
 
 PLAN = Struct(
     "DecodePlan",
@@ -181,7 +180,7 @@ def decode_worker(tile, wide, cached):
             task = take_task(a.job_ptr)
             if task < 0:
                 break
-            item = view(ITEM, find_item(a.items_ptr, a.n_items, task))
+            item = view(ITEM, find_task(a.tasks, task))
             local = task - item.first_task
             kv_head = local // item.n_splits
             split = local - kv_head * item.n_splits
@@ -425,19 +424,6 @@ def decode_worker(tile, wide, cached):
         leave(a.job_ptr, slot, error_flags)
 
     return worker
-
-
-@device
-def find_item(items_ptr, n_items, task):
-    """Return the address of the record of the item that a task belongs to."""
-    low, high = 0, n_items - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if view(ITEM, items_ptr + middle * ITEM_BYTES).first_task <= task:
-            low = middle
-        else:
-            high = middle - 1
-    return items_ptr + low * ITEM_BYTES
 
 
 @device

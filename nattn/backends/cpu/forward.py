@@ -53,9 +53,11 @@ from .packing import (
 )
 from .score import FUNCTIONS, TILE_MAX_KNOWN, apply
 from .softmax import join_keys, mark_hidden, note_hidden, running_softmax
+from .tables import TABLE, find_task
 from .visibility import (
     VISIBLE,
     assign_rows,
+    end_rows,
     find_block_rows,
     find_ranges,
     hide,
@@ -70,8 +72,8 @@ ARGS = job_record(
         *(("q", STRIDED), ("k", STRIDED), ("v", STRIDED), ("out", STRIDED), ("lse", STRIDED)),
         # the output as it is before it is rounded to what is stored (address 0: not wanted)
         ("exact", STRIDED),
-        # address of the plan
-        "plan_ptr",
+        # address of the plan; the tasks, if they are those of a table of `ITEM`s
+        *("plan_ptr", ("tasks", TABLE)),
         ("visible", VISIBLE),
         # tile functions for scores, for hiding scores where a block is mixed, and for probabilities
         # (to drop or observe them); whether hidden probabilities are to be marked at once
@@ -93,14 +95,21 @@ PLAN = Struct(
         *("block_kv", "padded_Dv"),
         # streams of an item, heads in one, its rows
         *("n_streams", "n_heads", "n_rows"),
-        # what is computed: streams from this one on, counted over all items, of each the tiles from
-        # `first_tile` to before `end_tile`, and how they form tasks
+        # what is computed where no table says it: streams from this one on, counted over all items,
+        # of each the tiles from `first_tile` to before `end_tile`, and how they form tasks
         *("first_stream", "first_tile", "end_tile", "tiles_per_task", "tasks_per_stream"),
         # image of a worker's scratch: address, words
         *("image_ptr", "image_words"),
     ),
 )
 """What follows from sizes alone."""
+
+ITEM = Struct(
+    "ForwardItem",
+    # of an item in a table: its first task, its number, its tiles, how these form tasks
+    ("first_task", "item", "n_tiles", "tiles_per_task", "tasks_per_stream"),
+)
+"""What follows from the length of an item, where lengths differ."""
 
 WORK = Struct(
     "ForwardWork",
@@ -147,17 +156,27 @@ def forward_worker(tile):
             task = take_task(a.job_ptr)
             if task < 0:
                 break
-            stream = task // plan.tasks_per_stream
             # Under a causal mask the last rows see most keys: they come first, so that short
             # tasks end the list.
-            part = plan.tasks_per_stream - 1 - (task - stream * plan.tasks_per_stream)
-            stream += plan.first_stream
-            b = stream // plan.n_streams
-            first_head = (stream - b * plan.n_streams) * plan.n_heads
+            if a.tasks.count:
+                item = view(ITEM, find_task(a.tasks, task))
+                task -= item.first_task
+                b, stream = item.item, task // item.tasks_per_stream
+                part = item.tasks_per_stream - 1 - (task - stream * item.tasks_per_stream)
+                first_tile = part * item.tiles_per_task
+                n_tiles = min(item.tiles_per_task, item.n_tiles - first_tile)
+            else:
+                stream = task // plan.tasks_per_stream
+                part = plan.tasks_per_stream - 1 - (task - stream * plan.tasks_per_stream)
+                stream += plan.first_stream
+                b = stream // plan.n_streams
+                stream -= b * plan.n_streams
+                first_tile = plan.first_tile + part * plan.tiles_per_task
+                n_tiles = min(plan.tiles_per_task, plan.end_tile - first_tile)
+            first_head = stream * plan.n_heads
             k = rows_of(a.k, b, first_head // plan.group)
             v = rows_of(a.v, b, first_head // plan.group)
-            first_tile = plan.first_tile + part * plan.tiles_per_task
-            n_tiles = min(plan.tiles_per_task, plan.end_tile - first_tile)
+            kv_len = read_int64(a.visible.kv_lens_ptr + 8 * b)
             context.batch = b
             context.offset = read_int64(a.visible.q_offset_ptr + 8 * b)
             # Columns of the values are read where they lie, too, unless tiles share the copy.
@@ -171,6 +190,8 @@ def forward_worker(tile):
             for n in range(n_tiles):
                 t = view(TILE, w.tiles_ptr + n * tile_size)
                 assign_rows(tile, plan, t, first_head, (first_tile + n) * tile.lanes)
+                if a.q.starts_ptr:  # of another item are the rows behind
+                    end_rows(tile, a.visible, b, t, (first_tile + n) * tile.lanes)
                 select_tile(context, t)
                 find_ranges(tile, a.visible, plan.Nk, context, t)
                 find_block_rows(a.visible.blocks, b, t)
@@ -193,7 +214,7 @@ def forward_worker(tile):
                         continue
                     start = begin - (begin - n0) % nr
                     fetch_keys(
-                        tile, w.k_block, a.k, k, plan.D, plan.Nk, in_place, start, end, w.keys_ptr
+                        tile, w.k_block, a.k, k, plan.D, kv_len, in_place, start, end, w.keys_ptr
                     )
                     first = begin // per
                     values, panel = w.values_ptr, (words_of(tile, end) - first) * nr * size

@@ -14,9 +14,10 @@ from ...call.progress import Progress
 from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
 from .arrays import NOWHERE, strided
-from .forward import ARGS, PLAN, TILE, WORK, forward_worker
+from .forward import ARGS, ITEM, PLAN, TILE, WORK, forward_worker
 from .launch_decode import decode, items_of_few_rows
 from .observe import Rows
+from .tables import NO_TABLE, make_table, table_fields
 from .visibility import visible
 from .workspace import Image, common_areas, image
 
@@ -79,12 +80,24 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    storage: str, B: int, Hq: int, group: int, Nq: int, Nk: int, D: int, Dv: int, n_threads: int
+    storage: str,
+    B: int,
+    Hq: int,
+    group: int,
+    Nq: int,
+    Nk: int,
+    D: int,
+    Dv: int,
+    n_threads: int,
+    apart: bool = False,
 ) -> Plan:
-    """Choose tiles, tasks and scratch; compile the kernel if need be."""
+    """Choose tiles, tasks and scratch; compile the kernel if need be.
+
+    With `apart` each head is a stream of its own, as a table of tasks takes them.
+    """
     # Heads that share their keys form one stream where together they fit in one tile: separately
     # each would leave most lanes empty.
-    packed = group > 1 and Nq * 2 <= tiles.choose_tile(storage, group * Nq).lanes
+    packed = group > 1 and Nq * 2 <= tiles.choose_tile(storage, group * Nq).lanes and not apart
     heads = group if packed else 1
     n_streams, n_rows = Hq // heads, Nq * heads
     tile = tiles.choose_tile(storage, n_rows)
@@ -116,6 +129,51 @@ def plan(
     }
     n_tasks = B * n_streams * tasks_per_stream
     return Plan(forward_worker(tile), tile, packed, fields, scratch, n_tasks)
+
+
+def task_table(
+    p: Problem, plan: Plan, n_threads: int, items: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], int]:
+    """Return the tasks of some items, those that take longest first.
+
+    Parameters
+    ----------
+    p : Problem
+        The call.
+    plan : Plan
+        Its plan, in which heads are apart.
+    n_threads : int
+        Number of threads.
+    items : ndarray of int64, optional
+        Which items; all by default. Rows of the others are not written.
+
+    Returns
+    -------
+    table : ndarray of int64
+        A table of `forward.ITEM`, of items that have rows.
+    n_tasks : int
+        Number of tasks.
+    """
+    # Rows past the length of an item are written as 0, but where they are those of the next.
+    rows = p.q_lens if p.q_starts is not None else np.full(p.B, p.Nq, np.int64)
+    items = np.flatnonzero(rows) if items is None else items[rows[items] > 0]
+    n_tiles = -(-rows[items] // plan.tile.lanes)
+    enough = -(-int(n_tiles.sum()) * p.Hq // (tiles.TASKS_PER_THREAD * n_threads))
+    most = np.minimum(n_tiles, max(1, min(plan.fields["tiles_per_task"], enough)))
+    per_task = -(-n_tiles // -(-n_tiles // most))
+    order = np.argsort(-per_task * p.kv_lens[items], kind="stable")
+    items, n_tiles, per_task = items[order], n_tiles[order], per_task[order]
+    tasks_per_stream = -(-n_tiles // per_task)
+    n_tasks = p.Hq * tasks_per_stream
+    table = make_table(
+        ITEM,
+        n_tasks,
+        item=items,
+        n_tiles=n_tiles,
+        tiles_per_task=per_task,
+        tasks_per_stream=tasks_per_stream,
+    )
+    return table, int(n_tasks.sum())
 
 
 def _image(tile: Tile, block_kv: int, n_tiles: int, D: int, padded_Dv: int) -> Image:
@@ -153,7 +211,8 @@ def forward(
     problem : Problem
         The call, checked.
     out : ndarray
-        ``(B, Hq, Nq, Dv)`` of the problem's dtype, any strides; written.
+        ``(B, Hq, Nq, Dv)`` of the problem's dtype, any strides; written. Of a packed call
+        ``(1, Hq, Tq, Dv)``, and so on.
     lse : ndarray
         ``(B, Hq, Nq)``, contiguous; written.
     exact : ndarray, optional
@@ -164,37 +223,51 @@ def forward(
     """
     if lse.size == 0:
         return
-    if problem.pages is not None or problem.k_scales is not None:
-        _forward_gathered(problem.gathered(), out, lse, exact=exact, progress=progress)
-        return
-    if problem.Nk == 0:
+    if problem.q_starts is not None:
+        first, end = problem.q_extent
+        for rows in (slice(first), slice(end, None)):
+            out[:, :, rows], lse[:, :, rows] = 0, -np.inf
+        if first == end:
+            return
+    elif problem.Nk == 0:
         _without_keys(problem, out, lse)
         if exact is not None:
             exact[...] = out
         return
     few = items_of_few_rows(problem)
     if len(few) < problem.B:
-        attend(problem, out, lse, exact=exact, progress=progress)
+        items = np.setdiff1d(np.arange(problem.B), few) if few else None
+        if problem.pages is None and problem.k_scales is None:
+            attend(problem, out, lse, exact=exact, items=items, progress=progress)
+        else:
+            _attend_gathered(problem, out, lse, items, exact=exact, progress=progress)
     if few:
         decode(problem, out, lse, few, exact=exact, progress=progress)
 
 
-def _forward_gathered(
-    p: Problem,
+def _attend_gathered(
+    problem: Problem,
     out: NDArray[Any],
     lse: NDArray[Any],
+    items: NDArray[np.int64] | None,
     *,
     exact: NDArray[Any] | None,
     progress: Progress | None,
 ) -> None:
-    """Do what `forward` does, of a problem that may have a wider dtype than `out`."""
+    """Do what `attend` does, of keys and values that are brought together first.
+
+    The copy takes time and memory like one query row, and here there are many. It may be of a wider
+    dtype than `out`.
+    """
+    p = problem.gathered()
     if p.dtype == out.dtype:
-        forward(p, out, lse, exact=exact, progress=progress)
+        attend(p, out, lse, exact=exact, items=items, progress=progress)
         return
     wide = np.empty(out.shape, p.dtype) if exact is None else exact
-    forward(p, wide, lse, progress=progress)
+    attend(p, wide, lse, items=items, progress=progress)
+    chosen = slice(None) if items is None else items
     with np.errstate(all="ignore"):
-        out[...] = wide
+        out[chosen] = wide[chosen]
 
 
 def attend(
@@ -204,35 +277,48 @@ def attend(
     *,
     exact: NDArray[Any] | None = None,
     rows: Rows | None = None,
+    items: NDArray[np.int64] | None = None,
     observers: tuple[score.TileFunction, ...] = (),
     skip_hidden: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Do what `forward` does, of a problem with keys, and for some of the rows if so asked.
 
-    `observers` are tile functions that get the probabilities; with `skip_hidden` hidden ones are
-    -0.0.
+    `items` are those to compute, by default all. `observers` are tile functions that get the
+    probabilities; with `skip_hidden` hidden ones are -0.0.
     """
     # The softmax and each tile function are work, too: some operations for every score.
     operands = (p.bias is not None) + (p.mask is not None) + len(observers)
     extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
     n_rows = p.B * p.Hq * p.Nq if rows is None else rows.n_rows
-    flops = float(n_rows * p.Nk) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
+    apart = p.q_starts is not None or items is not None
+    pairs = n_rows * p.Nk
+    if apart:
+        every = slice(None) if items is None else items
+        pairs = p.Hq * int(p.q_lens[every] @ p.kv_lens[every])
+    flops = float(pairs) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
     n_threads = 1 if flops < TINY else jobs.thread_count()
-    chosen = plan(p.storage, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, n_threads)
+    chosen = plan(p.storage, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, n_threads, apart)
     if rows is not None:
         chosen = chosen.of_rows(rows, n_threads)
+    table, n_tasks, tasks = None, chosen.n_tasks, NO_TABLE
+    if apart:
+        table, n_tasks = task_table(p, chosen, n_threads, items)
+        tasks = table_fields(table)
+        if n_tasks == 0:
+            return
     functions = tile_functions.NONE
     if extras:
         functions = tile_functions.bind(p, chosen.tile, packed=chosen.packed, observers=observers)
     fields = {
-        "q": strided(p.q),
-        "k": strided(p.k),
-        "v": strided(p.v),
-        "out": strided(out),
-        "lse": strided(lse[..., None]),
-        "exact": NOWHERE if exact is None else strided(exact),
+        "q": strided(p.q, p.q_starts),
+        "k": strided(p.k, p.kv_starts),
+        "v": strided(p.v, p.kv_starts),
+        "out": strided(out, p.q_starts),
+        "lse": strided(lse[..., None], p.q_starts),
+        "exact": NOWHERE if exact is None else strided(exact, p.q_starts),
         "plan_ptr": chosen.ptr,
+        "tasks": tasks,
         "visible": visible(p),
         "skip_hidden": skip_hidden,
         "sinks_ptr": jobs.address(p.sinks),
@@ -244,11 +330,11 @@ def attend(
         chosen.worker,
         ARGS,
         fields,
-        n_tasks=chosen.n_tasks,
+        n_tasks=n_tasks,
         n_threads=n_threads,
         scratch_bytes=chosen.image.n_bytes,
         flops=flops,
-        keepalive=(p, out, lse, exact, chosen, functions),
+        keepalive=(p, out, lse, exact, chosen, table, functions),
         progress=progress,
     )
     if error_flags:
@@ -261,7 +347,7 @@ def _without_keys(p: Problem, out: NDArray[Any], lse: NDArray[Any]) -> None:
     lse[...] = -np.inf
     if p.sinks is None:
         return
-    exists = (np.arange(p.Nq) < p.q_lens[:, None, None])[..., None]
+    exists = p.exists[:, None, :, None]
     sinks = p.sinks[None, :, None]
     with np.errstate(invalid="ignore"):
         # a sink that is not finite makes its rows NaN

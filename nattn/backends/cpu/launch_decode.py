@@ -14,7 +14,8 @@ from ...vectors.lanes import Tile
 from ...vectors.storage import SIZES
 from . import jobs, score, tile_functions, tiles
 from .arrays import NOWHERE, strided
-from .decode import ARGS, CHUNK, PLAN, TILE, WORK, decode_worker
+from .decode import ARGS, CHUNK, ITEM, PLAN, TILE, WORK, decode_worker
+from .tables import make_table, table_fields
 from .visibility import visible
 from .workspace import Image, common_areas, image
 
@@ -120,19 +121,25 @@ def items_of_few_rows(p: Problem) -> list[int]:
     return [b for b, q_len in enumerate(p.q_lens.tolist()) if q_len <= most]
 
 
-def split_items(p: Problem, items: list[int], kv_lens: list[int]) -> tuple[list[int], int]:
-    """Return the records of items, `decode.ITEM`, and the number of tasks.
+def task_table(p: Problem, items: list[int]) -> tuple[NDArray[np.int64], int]:
+    """Return a table of `decode.ITEM` for some items, and the number of tasks.
 
     A split is whole blocks of keys, and how many there are follows from the item's own length.
     """
-    records, first = [], 0
-    for b in items:
-        blocks = -(-kv_lens[b] // BLOCK_KV)
-        each = max(BLOCKS_PER_SPLIT, -(-blocks // MOST_SPLITS))
-        n_splits = max(1, -(-blocks // each))
-        records += [first, b, n_splits, each * BLOCK_KV]
-        first += n_splits * p.Hkv
-    return records, first
+    blocks = -(-p.kv_lens[items] // BLOCK_KV)
+    each = np.maximum(BLOCKS_PER_SPLIT, -(-blocks // MOST_SPLITS))
+    n_splits = np.maximum(1, -(-blocks // each))
+    n_tasks = n_splits * p.Hkv
+    table = make_table(ITEM, n_tasks, b=items, n_splits=n_splits, split_keys=each * BLOCK_KV)
+    return table, int(n_tasks.sum())
+
+
+def pages(p: Problem) -> tuple[int, int, int, int]:
+    """Return the fields of `arrays.PAGES`."""
+    if p.pages is None:
+        return (0, 0, 0, 0)
+    table = p.pages.table
+    return (table.ctypes.data, *table.strides, p.pages.page_size)
 
 
 def decode(
@@ -157,34 +164,34 @@ def decode(
     """
     q_lens, kv_lens = p.q_lens.tolist(), p.kv_lens.tolist()
     rows = max(q_lens[b] for b in items) * p.group
-    chosen = plan_decode(p.storage, p.storage, p.Hkv, p.group, p.Nq, p.Nk, p.D, p.Dv, max(1, rows))
-    records, n_tasks = split_items(p, items, kv_lens)
-    table = np.array(records, np.int64)
+    chosen = plan_decode(
+        p.storage, p.kv_storage, p.Hkv, p.group, p.Nq, p.Nk, p.D, p.Dv, max(1, rows)
+    )
+    table, n_tasks = task_table(p, items)
     functions = tile_functions.NONE
     operands = (p.bias is not None) + (p.mask is not None)
     extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
     if extras:
         functions = tile_functions.bind(p, chosen.tile, packed=p.group > 1)
     keys = float(sum(kv_lens[b] for b in items)) * p.Hkv
-    n_bytes = keys * (p.D + p.Dv) * SIZES[p.storage]
+    n_bytes = keys * (p.D + p.Dv) * SIZES[p.kv_storage]
     flops = max(keys * rows * (2 * (p.D + p.Dv) + 40 + 60 * extras), FLOPS_PER_BYTE * n_bytes)
     states = np.empty(n_tasks * chosen.state_bytes, np.uint8)
     done = np.zeros(p.B * p.Hkv, np.int64)
     fields = {
-        "q": strided(p.q),
-        "k": strided(p.k),
-        "v": strided(p.v),
-        "out": strided(out),
-        "lse": strided(lse[..., None]),
-        "exact": NOWHERE if exact is None else strided(exact),
-        "k_scales": NOWHERE,
-        "v_scales": NOWHERE,
-        "pages": (0, 0, 0, 0),
-        "items_ptr": table.ctypes.data,
-        "n_items": len(items),
+        "q": strided(p.q, p.q_starts),
+        "k": strided(p.k, p.kv_starts),
+        "v": strided(p.v, p.kv_starts),
+        "out": strided(out, p.q_starts),
+        "lse": strided(lse[..., None], p.q_starts),
+        "exact": NOWHERE if exact is None else strided(exact, p.q_starts),
+        "k_scales": NOWHERE if p.k_scales is None else strided(p.k_scales[..., None]),
+        "v_scales": NOWHERE if p.v_scales is None else strided(p.v_scales[..., None]),
+        "pages": pages(p),
+        "tasks": table_fields(table),
         "states_ptr": states.ctypes.data,
         "done_ptr": done.ctypes.data,
-        "pads": True,
+        "pads": p.q_starts is None,
         "plan_ptr": chosen.record.ctypes.data,
         "visible": visible(p),
         "sinks_ptr": jobs.address(p.sinks),

@@ -33,6 +33,11 @@ def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
             f"k, v: expected arrays of q's dtype and in one piece for 'cuda', got {got}; pass "
             "backend='cpu'"
         )
+    if p.q_starts is not None:
+        reasons.append(
+            "backend: expected 'cpu' or 'reference' for packed sequences, got 'cuda', which does "
+            "not take them yet"
+        )
     for name, n in (("q", p.group * p.Nq), ("k", p.Nk)):
         if n >= MOST_ROWS:
             reasons.append(f"{name}: expected fewer than {MOST_ROWS} rows for a key head, got {n}")

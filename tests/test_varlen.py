@@ -1,0 +1,353 @@
+"""Packed sequences: each as alone, whatever lies beside it."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import assert_near, gate, gaussian, in_step, looked_up, poisoned, truth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import nattn
+from nattn.backends.cpu import jobs, launch
+from nattn.call.problem import Problem
+
+Array = NDArray[Any]
+
+HQ, HKV, D, DV = 4, 2, 16, 24
+
+
+class Packed(NamedTuple):
+    """Packed arrays, and where their sequences lie."""
+
+    q: Array
+    k: Array
+    v: Array
+    cu_q: list[int]
+    cu_k: list[int]
+
+    @property
+    def lens(self) -> tuple[list[int], list[int]]:
+        """Lengths in queries and in keys."""
+        return np.diff(self.cu_q).tolist(), np.diff(self.cu_k).tolist()
+
+    def alone(self, b: int) -> list[Array]:
+        """Return q, k and v of one sequence, head-major."""
+        return [
+            x[cu[b] : cu[b + 1]].transpose(1, 0, 2)
+            for x, cu in ((self.q, self.cu_q), (self.k, self.cu_k), (self.v, self.cu_k))
+        ]
+
+    def of_rows(self, x: Array, axis: int = 0) -> list[Array]:
+        """Cut an array over queries into what belongs to each sequence."""
+        return np.split(x, self.cu_q, axis=axis)[1:-1]
+
+    def outside(self, x: Array, axis: int = 0) -> Array:
+        """Return what belongs to no sequence."""
+        parts = np.split(x, self.cu_q, axis=axis)
+        return np.concatenate([parts[0], parts[-1]], axis=axis)
+
+    def batch(self) -> tuple[list[Array], dict[str, Any]]:
+        """Return the sequences as a padded batch, and its lengths."""
+        n_q, n_kv = self.lens
+        arrays = []
+        for x, cu, lens in (
+            (self.q, self.cu_q, n_q),
+            (self.k, self.cu_k, n_kv),
+            (self.v, self.cu_k, n_kv),
+        ):
+            padded = np.zeros((len(lens), x.shape[1], max(lens, default=0), x.shape[2]), x.dtype)
+            for b, n in enumerate(lens):
+                padded[b, :, :n] = x[cu[b] : cu[b] + n].transpose(1, 0, 2)
+            arrays.append(padded)
+        return arrays, {"q_lens": n_q, "kv_lens": n_kv}
+
+
+def pack(
+    q_lens: list[int],
+    kv_lens: list[int],
+    dtype: Any = np.float32,
+    *,
+    heads: tuple[int, int] = (HQ, HKV),
+    sizes: tuple[int, int] = (D, DV),
+    before: int = 3,
+    behind: int = 2,
+) -> Packed:
+    """Make packed sequences, with rows of no sequence before and behind, which hold NaN and Inf."""
+    cu_q = np.cumsum([before, *q_lens]).tolist()
+    cu_k = np.cumsum([before, *kv_lens]).tolist()
+    q = gaussian(cu_q[-1] + behind, heads[0], sizes[0], dtype=dtype)
+    k = gaussian(cu_k[-1] + behind, heads[1], sizes[0], dtype=dtype, seed=1)
+    v = gaussian(cu_k[-1] + behind, heads[1], sizes[1], dtype=dtype, seed=2)
+    bad = []
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+        x = poisoned(x, slice(cu[0])) if cu[0] else x
+        bad.append(poisoned(x, slice(cu[-1], None)) if behind else x)
+    return Packed(*bad, cu_q, cu_k)
+
+
+LENS = ([5, 0, 130, 60, 1, 48, 20, 97], [9, 4, 0, 60, 300, 129, 17, 260])
+
+
+def run(p: Packed, **options: Any) -> tuple[Array, Array]:
+    """Run a packed call and check what it returns for rows of no sequence."""
+    out, lse = nattn.attention_varlen(*p, return_lse=True, **options)
+    assert out.shape == (*p.q.shape[:2], p.v.shape[2])
+    assert out.dtype == p.q.dtype
+    assert lse.shape == (p.q.shape[1], p.q.shape[0])
+    assert not p.outside(out).astype("f4").any()
+    assert (p.outside(lse, 1) == -np.inf).all()
+    return out, lse
+
+
+def assert_alone(p: Packed, out: Array, lse: Array, **options: Any) -> None:
+    """Assert that each sequence has the bits that it has alone."""
+    rows = zip(p.of_rows(out), p.of_rows(lse, 1), strict=True)
+    for b, (own_out, own_lse) in enumerate(rows):
+        expected, expected_lse = nattn.attention(*p.alone(b), return_lse=True, **options)
+        np.testing.assert_array_equal(own_out.transpose(1, 0, 2), expected, err_msg=f"{b}")
+        np.testing.assert_array_equal(own_lse, expected_lse, err_msg=f"{b}")
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (20, 5)},
+    "sinks, softcap": {"sinks": [0.5, -1.0, 2.0, -np.inf], "softcap": 1.5, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("dtype", ["f4", "f8", "f2", ml_dtypes.bfloat16], ids=str)
+def test_each_sequence_has_the_bits_that_it_has_alone(dtype: Any, name: str) -> None:
+    p = pack(*LENS, dtype)
+    assert_alone(p, *run(p, **PLAIN[name]), **PLAIN[name])
+
+
+@pytest.mark.parametrize("lens", [([3, 1, 2], [40, 700, 0]), ([1100, 7], [1100, 70])], ids=str)
+def test_short_and_long_ones(lens: tuple[list[int], list[int]]) -> None:
+    p = pack(*lens)
+    assert_alone(p, *run(p, causal=True), causal=True)
+
+
+def test_strides_do_not_matter() -> None:
+    p = pack([20, 70], [20, 70], sizes=(16, 16), heads=(2, 2), behind=0)
+    qkv = np.stack([p.q, p.k, p.v], axis=1)
+    strided = Packed(qkv[:, 0], qkv[:, 1], qkv[:, 2], p.cu_q, p.cu_k)
+    turned = Packed(*(x[:, :, ::-1].copy()[:, :, ::-1] for x in p[:3]), p.cu_q, p.cu_k)
+    for other in (strided, turned):
+        for x, y in zip(run(other), run(p), strict=True):
+            np.testing.assert_array_equal(x, y)
+    out = np.full((2, *p.q.shape[:2], 16), 7, np.float32)[::-1][0]
+    assert nattn.attention_varlen(*p, out=out) is out
+    np.testing.assert_array_equal(out, run(p)[0])
+    big = [x.astype(">f4") for x in p[:3]]
+    np.testing.assert_array_equal(nattn.attention_varlen(*big, p.cu_q, p.cu_k), out)
+
+
+# Every argument, against the dense formula on the same sequences as a padded batch
+
+B, N_Q, N_KV = len(LENS[0]), max(LENS[0]), max(LENS[1])
+RNG = np.random.default_rng(3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "an offset for each": {"causal": True, "q_offset": [0, 3, -5, 10, 299, 81, 1 << 70, -40]},
+    "one offset": {"window_size": (30, 0), "q_offset": 7, "scale": 0.4},
+    "ALiBi": {"alibi_slopes": [0.1, 0.2, 0.3, 0.4], "causal": True},
+    "ALiBi for each": {"alibi_slopes": RNG.standard_normal((B, HQ)).astype("f4")},
+    "mask": {"mask": RNG.random((B, 1, N_Q, N_KV)) < 0.7},
+    "mask for all": {"mask": RNG.random((N_Q, N_KV)) < 0.7, "causal": True},
+    "bias": {"bias": RNG.standard_normal((B, HQ, N_Q, N_KV)).astype("f4")},
+    "bias for all": {"bias": RNG.standard_normal((HQ, 1, N_KV)).astype("f4")},
+    "score_mod": {"score_mod": functools.partial(gate, gain=0.75)},
+    "score_mod that knows b": {
+        "score_mod": functools.partial(looked_up, table=RNG.uniform(-1, 1, (B, 310)), gain=2)
+    },
+    "mask_mod that knows b": {"mask_mod": functools.partial(in_step, step=3), "causal": True},
+    "dropout": {"dropout_p": 0.3, "seed": 7, "sinks": [0.5, 1.0, -3.0, 0.0]},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_arguments(name: str) -> None:
+    p, options = pack(*LENS), OPTIONS[name]
+    batch, lens = p.batch()
+    t = truth(*batch, **lens, **options)
+    exact, exact_lse = nattn.attention_varlen(*p, backend="reference", return_lse=True, **options)
+    out, lse = run(p, **options)
+    plain, plain_lse = nattn.attention(*batch, return_lse=True, **lens, **options)
+    budget = np.broadcast_to(t.stored_budget(), t.out.shape)
+    for b, n in enumerate(lens["q_lens"]):
+        rows = slice(p.cu_q[b], p.cu_q[b] + n)
+        own, own_lse = out[rows].transpose(1, 0, 2), lse[:, rows]
+        np.testing.assert_array_equal(own, plain[b, :, :n])
+        np.testing.assert_array_equal(own_lse, plain_lse[b, :, :n])
+        assert_near(own, t.out[b, :, :n], budget[b, :, :n])
+        assert_near(own_lse, t.lse[b, :, :n], t.budget.lse[b, :, :n])
+        want = t.out[b, :, :n].astype("f4")
+        np.testing.assert_array_equal(exact[rows].transpose(1, 0, 2), want)
+        np.testing.assert_array_equal(exact_lse[:, rows], t.lse[b, :, :n].astype("f4"))
+    assert not p.outside(exact).any()
+    assert (p.outside(exact_lse, 1) == -np.inf).all()
+
+
+def test_what_is_hidden_from_a_sequence_matters_to_the_others_alone() -> None:
+    """NaN and Inf of one sequence do not reach the next, and padding of keys is never read."""
+    p = pack([50, 30, 70], [50, 30, 70])
+    clean, clean_lse = run(p, causal=True)
+    at = slice(p.cu_q[1], p.cu_q[2])
+    bad = p._replace(k=poisoned(p.k, at), v=poisoned(p.v, at))
+    out, lse = run(bad, causal=True)
+    for b in (0, 2):
+        np.testing.assert_array_equal(p.of_rows(out)[b], p.of_rows(clean)[b])
+        np.testing.assert_array_equal(p.of_rows(lse, 1)[b], p.of_rows(clean_lse, 1)[b])
+    assert_alone(bad, out, lse, causal=True)
+    assert not np.isfinite(p.of_rows(out)[1]).any()
+
+
+lengths = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 1, 2, 15, 16, 17, 47, 48, 49, 100]),
+        st.sampled_from([0, 0, 1, 3, 16, 33, 128, 129, 200]),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=40)
+@given(lens=lengths, before=st.integers(0, 3), behind=st.integers(0, 3), causal=st.booleans())
+def test_any_lengths(lens: list[tuple[int, int]], before: int, behind: int, causal: bool) -> None:
+    p = pack([n for n, _ in lens], [n for _, n in lens], before=before, behind=behind)
+    sinks = [0.5, -1.0, 2.0, 0.0]
+    for options in ({}, {"sinks": sinks}):
+        assert_alone(p, *run(p, causal=causal, **options), causal=causal, **options)
+
+
+def test_many_tiny_ones() -> None:
+    lens = np.random.default_rng(0).integers(0, 9, 3000).tolist()
+    p = pack(lens, lens, heads=(1, 1), sizes=(4, 4))
+    out, _ = run(p, causal=True)
+    for b in (*range(20), 2998, 2999):
+        expected = nattn.attention(*p.alone(b), causal=True)
+        np.testing.assert_array_equal(p.of_rows(out)[b].transpose(1, 0, 2), expected)
+    exact, _ = nattn.attention_varlen(*p, causal=True, return_lse=True, backend="reference")
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_empty_ones() -> None:
+    p = pack([0, 1, 0], [3, 0, 5], before=0, behind=0)
+    assert (p.cu_q, p.cu_k) == ([0, 0, 1, 1], [0, 3, 3, 8])
+    out, lse = run(p)
+    assert out.shape == (1, HQ, DV)
+    assert not out.any()
+    assert (lse == -np.inf).all()
+    out, lse = run(p, sinks=[1.0, 2.0, 3.0, 4.0])
+    assert not out.any()
+    assert lse[:, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+    none = pack([], [])
+    out, lse = run(none)  # no sequence at all: what is there belongs to none
+    assert out.shape == (5, HQ, DV)
+    assert run(pack([0, 0], [0, 0], before=0, behind=0))[0].shape == (0, HQ, DV)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+def test_the_number_of_threads_changes_no_bit(
+    n_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = pack([400, 3, 170, 60], [500, 300, 170, 0])
+    expected = run(p, causal=True)
+    monkeypatch.setattr(jobs, "thread_count", lambda: n_threads)
+    monkeypatch.setattr(launch, "TINY", 0.0)
+    for x, y in zip(run(p, causal=True), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_what_takes_longest_comes_first() -> None:
+    p = pack([40, 0, 900, 300, 1], [40, 50, 900, 300, 7])
+    problem = Problem.build(*p[:3], p[3:])
+    plan = launch.plan("float32", 5, HQ, 2, 900, 900, D, DV, 2, True)
+    table, n_tasks = launch.task_table(problem, plan, 2)
+    assert table[:, 1].tolist() == [2, 3, 0, 4]
+    first, _, n_tiles, per_task, per_stream = table.T
+    assert (per_task * per_stream >= n_tiles).all()
+    assert (per_task * (per_stream - 1) < n_tiles).all()
+    assert (per_task <= plan.fields["tiles_per_task"]).all()
+    np.testing.assert_array_equal(np.diff(first, append=n_tasks), HQ * per_stream)
+
+
+def test_some_items_alone() -> None:
+    """What is left out is not written: it may be computed by another kernel."""
+    p = pack([40, 20, 70], [40, 20, 70])
+    problem = Problem.build(*p[:3], p[3:])
+    expected, expected_lse = run(p)
+    out = np.full((1, HQ, p.q.shape[0], DV), 7, np.float32)
+    lse = np.full(out.shape[:3], 7, np.float32)
+    launch.attend(problem, out, lse, items=np.array([2, 0]))
+    for b in range(3):
+        rows = slice(p.cu_q[b], p.cu_q[b + 1])
+        want = (7, 7) if b == 1 else (expected[rows].transpose(1, 0, 2), expected_lse[:, rows])
+        np.testing.assert_array_equal(out[0, :, rows], want[0])
+        np.testing.assert_array_equal(lse[0, :, rows], want[1])
+    batch, lens = p.batch()
+    plain = np.full((3, HQ, 70, DV), 7, np.float32)
+    lse = np.full(plain.shape[:3], 7, np.float32)
+    launch.attend(Problem.build(*batch, **lens), plain, lse, items=np.array([1]))
+    want = nattn.attention(*batch, **lens)
+    np.testing.assert_array_equal(plain[1], want[1])
+    assert (plain[[0, 2]] == 7).all()
+
+
+# What is refused
+
+CU = "cu_seqlens_q"
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "4-D": ({"q": np.zeros((1, 9, 2, 4), "f4")}, ValueError, r"^q: expected shape \(Tq, Hq, D\)"),
+    "2-D": ({"v": np.zeros((9, 4), "f4")}, ValueError, r"^v: expected shape \(Tk, Hkv, Dv\), got"),
+    "heads": ({"q": np.zeros((9, 3, 4), "f4")}, ValueError, r"^k, v: .* heads that divides the 3"),
+    "depth": ({"k": np.zeros((9, 2, 5), "f4")}, ValueError, r"^k: expected shape \(Nk, Hkv, 4\)"),
+    "rows": ({"v": np.zeros((8, 2, 4), "f4")}, ValueError, r"^v: expected shape \(9, 2, Dv\)"),
+    "dtype": ({"k": np.zeros((9, 2, 4))}, TypeError, r"^q, k, v: expected one dtype"),
+    "falls": ({CU: [0, 5, 4]}, ValueError, r"numbers that do not fall, got 4 after 5 at place 2$"),
+    "unsigned": ({CU: np.array([0, 5, 4], "u4")}, ValueError, r"got 4 after 5 at place 2$"),
+    "negative": ({CU: [-1, 5, 9]}, ValueError, r"^cu_seqlens_q: .* at least 0, got -1$"),
+    "too far": ({CU: [0, 5, 10]}, ValueError, r"a last number of at most 9, .* of q, got 10$"),
+    "too far, keys": ({"cu_seqlens_k": [0, 5, 10]}, ValueError, r"at most 9, .* of k, got 10$"),
+    "other number": ({CU: [0, 9]}, ValueError, r"^cu_seqlens_k: expected 2 numbers, .* got 3$"),
+    "none": ({CU: []}, ValueError, r"^cu_seqlens_q: expected shape \(B \+ 1,\)"),
+    "scalar": ({CU: 5}, ValueError, r"^cu_seqlens_q: expected shape \(B \+ 1,\)"),
+    "floats": ({CU: [0.0, 4.0, 9.0]}, TypeError, r"^cu_seqlens_q: expected integers, got "),
+    "bools": ({CU: [False, True, True]}, TypeError, r"^cu_seqlens_q: expected integers, got "),
+    "no array": ({CU: None}, ValueError, r"^cu_seqlens_q: expected .*, got "),
+    "layout": ({"layout": "bnhd"}, TypeError, r"^layout: .*attention_varlen, .* \(T, H, D\)$"),
+    "q_lens": ({"q_lens": [4, 5]}, TypeError, r"^q_lens: .* cu_seqlens_q has them$"),
+    "kv_lens": ({"kv_lens": None}, TypeError, r"^kv_lens: .* cu_seqlens_k has them$"),
+    "block_mask": ({"block_mask": None}, TypeError, r"^block_mask: .* pass its mask_mod$"),
+    "unknown": ({"windowsize": 1}, TypeError, r"attention_varlen, .* did you mean 'window_size'"),
+    "mask": ({"mask": np.ones((2, 1, 9, 9), bool)}, ValueError, r"^mask: .* = \(2, 2, 5, 5\), got"),
+    "bias": ({"bias": np.zeros((3, 1, 1, 1))}, ValueError, r"^bias: .* = \(2, 2, 5, 5\), got "),
+    "offset": ({"q_offset": [1, 2, 3]}, ValueError, r"^q_offset: expected .* 2 of them"),
+    "slopes": ({"alibi_slopes": np.ones((3, 2))}, ValueError, r"^alibi_slopes: .* = \(2, 2\), got"),
+    "out": ({"out": np.zeros((2, 9, 4), "f4")}, ValueError, r"^out: expected shape \(9, 2, 4\)"),
+    "cuda": ({"backend": "cuda"}, NotImplementedError, r"^backend: expected 'cpu' or 'reference'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_input(case: str) -> None:
+    change, kind, text = WRONG[case]
+    x = np.zeros((9, 2, 4), np.float32)
+    given: dict[str, Any] = {"q": x, "k": x, "v": x, CU: [0, 4, 9], "cu_seqlens_k": [0, 4, 9]}
+    with pytest.raises(kind, match=text):
+        nattn.attention_varlen(**given | change)
+
+
+def test_docstrings() -> None:
+    result = doctest.testmod(importlib.import_module("nattn.api.varlen"))
+    assert result.attempted > 0
+    assert result.failed == 0
