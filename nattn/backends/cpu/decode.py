@@ -38,6 +38,7 @@ from ...vectors.lanes import (
     lane_of,
     load,
     load_old,
+    load_stored,
     prefetch,
     read,
     read_int64,
@@ -228,7 +229,6 @@ def decode_worker(tile, wide, cached):
                             kv_head,
                             n0,
                             n1,
-                            block_kv,
                             w.k_scales_ptr,
                         )
                         read_scales(
@@ -239,7 +239,6 @@ def decode_worker(tile, wide, cached):
                             kv_head,
                             n0,
                             n1,
-                            block_kv,
                             w.v_scales_ptr,
                         )
                     for n in range(n_tiles):
@@ -481,13 +480,24 @@ def copy_chunk(cached, pages, array, b, head, begin, end, depth, width, dest, ah
 
 
 @device
-def read_scales(tile, pages, array, b, head, begin, end, count, dest):
-    """Copy the scales of the keys of a block; those from `end` on are 0."""
-    for n in range(count):
-        x = 0.0
-        if begin + n < end:
-            x = read_stored(tile, row_at(pages, array, b, head, begin + n))
-        write(tile, dest + n * tile.itemsize, x)
+def read_scales(scales, pages, array, b, head, begin, end, dest):
+    """Copy the scales of keys, a chunk at a time; those from `end` on are 0.
+
+    They are stored as the tile `scales` says.
+    """
+    size, stored = scales.itemsize, scales.storage_size
+    for c in range(begin, end, CHUNK):
+        to, last = dest + (c - begin) * size, c + CHUNK
+        if array.stride_n == stored and last <= end and lie_together(pages, c, last):
+            at = row_at(pages, array, b, head, c)
+            for n in range(0, CHUNK, scales.W):
+                store(to + n * size, load_stored(scales, at + n * stored))
+            continue
+        for n in range(CHUNK):
+            x = 0.0
+            if c + n < end:
+                x = read_stored(scales, row_at(pages, array, b, head, c + n))
+            write(scales, to + n * size, x)
 
 
 @device
