@@ -75,7 +75,8 @@ def attention_with_kvcache(
         a number of the row is its int8 times the scale.
     rotary : nattn.positional.Rotary, optional
         Turns queries, and new keys before they are written, to their positions: row ``i`` of
-        `k_new` is at ``cache_seqlens + i``, and row ``i`` of q at ``i + q_offset``.
+        `k_new` is at ``cache_seqlens + i``, and row ``i`` of q at ``i + q_offset``. ("dynamic"
+        scaling turns by the length, and so does not go with keys that were turned before.)
     return_lse, out, backend, **args
         As in `nattn.attention`, without `layout` and `kv_lens`. `causal` is False by default, and
         `q_offset` puts the last query on the last key, new ones included. A mask and a bias

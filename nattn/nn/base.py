@@ -303,6 +303,10 @@ def own_args(args: Arguments, context: Array | None = None) -> Arguments:
     """Return arguments of attention, with row i of x at key i unless something else is said."""
     if "layout" in args:
         raise TypeError("layout: expected none, the layer has its own")
+    if "cache" in args:
+        raise TypeError(
+            "cache: expected none where there are gradients: call the layer itself with one"
+        )
     if context is None and args.get("q_offset") is None:
         args = {**args, "q_offset": 0}
     return args

@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..api.functional import attention_vjp
+from ..caches import KVCache, PagedKVCache, PagedView
 from ..call.arguments import Arguments
-from ..call.checks import check_count, check_flag, float_dtype
+from ..call.checks import check_count, check_flag, float_dtype, show
+from ..call.validators import check_lengths
 from ..vectors import dtypes
 from .base import (
     Array,
@@ -342,9 +344,42 @@ class MultiHeadAttention(Layer):
         biased = "qkv" if self.bias == "qkv" else "qkvo" if self.bias else ""
         return weights | {f"b_{x}": weights[f"w_{x}"][1:] for x in biased}
 
-    def __call__(self, x: ArrayLike, context: ArrayLike | None = None, **args: Any) -> Any:
-        """Return the output for an input; see `vjp`, whose arguments these are."""
-        return self.vjp(x, context, **args)[0]
+    def __call__(
+        self,
+        x: ArrayLike,
+        context: ArrayLike | None = None,
+        *,
+        cache: KVCache | PagedView | None = None,
+        **args: Any,
+    ) -> Any:
+        """Return the output for an input.
+
+        Parameters
+        ----------
+        x, context, **args
+            As in `vjp`.
+        cache : KVCache or PagedView, optional
+            Keys and values of the rows before x. Those of x, at the positions behind them, are
+            appended, and x attends to all. Pass the same arguments as without a cache, ``causal``
+            for one: rows in pieces then give what all of them give at once. With `q_lens` only so
+            many rows of each item are appended. A context, `q_offset` and `kv_lens` do not go with
+            it, and there are no gradients.
+
+        Returns
+        -------
+        out : ndarray or (ndarray, ndarray)
+            As in `vjp`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For bad input. The cache has the keys that it had before.
+        """
+        if cache is None:
+            return self.vjp(x, context, **args)[0]
+        if context is not None:
+            raise ValueError(f"context: expected None beside a cache, got {show(context)}")
+        return self._cached(x, cache, **args)
 
     def qkv(
         self,
@@ -456,6 +491,68 @@ class MultiHeadAttention(Layer):
             out[...] = y
             y = out
         return ((y, lse[0] if single else lse) if return_lse else y), backward
+
+    def _cached(
+        self,
+        x: ArrayLike,
+        cache: Any,
+        *,
+        return_lse: bool = False,
+        out: Array | None = None,
+        backend: str = "auto",
+        **args: Any,
+    ) -> Any:
+        """Append the keys and values of x to a cache, and attend to all that is there."""
+        if not isinstance(cache, (KVCache, PagedView)):
+            hint = "; pass a view of some sequences" if isinstance(cache, PagedKVCache) else ""
+            raise TypeError(
+                "cache: expected a nattn.KVCache or a view of a nattn.PagedKVCache, got "
+                f"{type(cache).__name__}{hint}"
+            )
+        for name in ("layout", "q_offset", "kv_lens"):
+            if name in args:
+                raise TypeError(f"{name}: expected none beside a cache, which has its own")
+        x, _, single = self._inputs(x, None)
+        p, shape = self.params, x.shape[single:]
+        check_out(out, shape, self.dtype, (x, *p.values()))
+        B, N, _ = x.shape
+        if cache.batch != B:
+            raise ValueError(f"x: expected {cache.batch} items as in the cache, got {B}")
+        begins, given = cache.lengths, args.get("q_lens")
+        lens = check_lengths("q_lens", given, B, N)
+        most = int((begins + lens).max(initial=0))
+        args = dict(self._with_positions(cast(Arguments, args), x, None))
+
+        h = wide(existing(x, given))
+        if self._acts_on("x"):  # whose rows have one position for all items
+            rows = [self.positions(h[b : b + 1], offset=int(n)) for b, n in enumerate(begins)]
+            h = np.concatenate([h[:0], *rows])
+        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        q, k, v = (split_heads(linear(h, p, name), n) for name, n in heads.items())
+        if self._acts_on("qk"):
+            scaling = getattr(self.positions, "scaling", None) or {}
+            fixed = scaling.get("original_max_position_embeddings", most)
+            if scaling.get("rope_type") == "dynamic" and most > fixed:
+                raise ValueError(
+                    f"x: expected at most {fixed} positions beside a cache, for 'dynamic' scaling "
+                    f"then turns the keys that are there otherwise, got {most}"
+                )
+            at = begins[:, None] + np.arange(N)
+            self.positions(q, at, out=q, length=most)
+            self.positions(k, at, out=k, length=most)
+        q, k, v = (self._rounded(y).swapaxes(1, 2) for y in (q, k, v))
+
+        cache.append(k, v, lens)
+        try:
+            o, lse = cache.attend(q, return_lse=True, backend=backend, **args)
+        except BaseException:  # an interrupt, too
+            cache.truncate(begins)
+            raise
+        y = self._rounded(linear(wide(o.reshape(B, N, len(p["w_o"]))), p, "o")).reshape(shape)
+        if out is not None:
+            out[...] = y
+            y = out
+        return (y, lse[0] if single else lse) if return_lse else y
 
     def _project(
         self, x: Array, context: Array | None, args: Arguments
