@@ -10,14 +10,24 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import assert_near, gate, gaussian, in_step, looked_up, poisoned, truth
+from cases import (
+    assert_near,
+    gate,
+    gaussian,
+    gradient_truth,
+    in_step,
+    looked_up,
+    poisoned,
+    truth,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import nattn
-from nattn.backends.cpu import jobs, launch
+from nattn.backends.cpu import jobs, launch, launch_backward
 from nattn.call.problem import Problem
+from nattn.call.results import check_incoming
 
 Array = NDArray[Any]
 
@@ -38,12 +48,17 @@ class Packed(NamedTuple):
         """Lengths in queries and in keys."""
         return np.diff(self.cu_q).tolist(), np.diff(self.cu_k).tolist()
 
-    def alone(self, b: int) -> list[Array]:
+    def alone(self, b: int) -> tuple[Any, Any, Any]:
         """Return q, k and v of one sequence, head-major."""
-        return [
+        q, k, v = (
             x[cu[b] : cu[b + 1]].transpose(1, 0, 2)
             for x, cu in ((self.q, self.cu_q), (self.k, self.cu_k), (self.v, self.cu_k))
-        ]
+        )
+        return q, k, v
+
+    def problem(self) -> Problem:
+        """Return a call of them, checked."""
+        return Problem.build(self.q, self.k, self.v, (self.cu_q, self.cu_k))
 
     def of_rows(self, x: Array, axis: int = 0) -> list[Array]:
         """Cut an array over queries into what belongs to each sequence."""
@@ -54,7 +69,7 @@ class Packed(NamedTuple):
         parts = np.split(x, self.cu_q, axis=axis)
         return np.concatenate([parts[0], parts[-1]], axis=axis)
 
-    def batch(self) -> tuple[list[Array], dict[str, Any]]:
+    def batch(self) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
         """Return the sequences as a padded batch, and its lengths."""
         n_q, n_kv = self.lens
         arrays = []
@@ -67,7 +82,8 @@ class Packed(NamedTuple):
             for b, n in enumerate(lens):
                 padded[b, :, :n] = x[cu[b] : cu[b] + n].transpose(1, 0, 2)
             arrays.append(padded)
-        return arrays, {"q_lens": n_q, "kv_lens": n_kv}
+        q, k, v = arrays
+        return (q, k, v), {"q_lens": n_q, "kv_lens": n_kv}
 
 
 def pack(
@@ -90,7 +106,8 @@ def pack(
     for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
         x = poisoned(x, slice(cu[0])) if cu[0] else x
         bad.append(poisoned(x, slice(cu[-1], None)) if behind else x)
-    return Packed(*bad, cu_q, cu_k)
+    q, k, v = bad
+    return Packed(q, k, v, cu_q, cu_k)
 
 
 LENS = ([5, 0, 130, 60, 1, 48, 20, 97], [9, 4, 0, 60, 300, 129, 17, 260])
@@ -125,10 +142,17 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("dtype", ["f4", "f8", "f2", ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["f4", ml_dtypes.bfloat16], ids=["f4", "bfloat16"])
 def test_each_sequence_has_the_bits_that_it_has_alone(dtype: Any, name: str) -> None:
     p = pack(*LENS, dtype)
     assert_alone(p, *run(p, **PLAIN[name]), **PLAIN[name])
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f2"])
+def test_other_dtypes(dtype: str) -> None:
+    """Few rows, for which there is a small kernel."""
+    p = pack([4, 0, 3, 1], [300, 5, 0, 17], dtype)
+    assert_alone(p, *run(p, causal=True), causal=True)
 
 
 @pytest.mark.parametrize("lens", [([3, 1, 2], [40, 700, 0]), ([1100, 7], [1100, 70])], ids=str)
@@ -141,7 +165,8 @@ def test_strides_do_not_matter() -> None:
     p = pack([20, 70], [20, 70], sizes=(16, 16), heads=(2, 2), behind=0)
     qkv = np.stack([p.q, p.k, p.v], axis=1)
     strided = Packed(qkv[:, 0], qkv[:, 1], qkv[:, 2], p.cu_q, p.cu_k)
-    turned = Packed(*(x[:, :, ::-1].copy()[:, :, ::-1] for x in p[:3]), p.cu_q, p.cu_k)
+    turned_q, turned_k, turned_v = (x[:, :, ::-1].copy()[:, :, ::-1] for x in p[:3])
+    turned = Packed(turned_q, turned_k, turned_v, p.cu_q, p.cu_k)
     for other in (strided, turned):
         for x, y in zip(run(other), run(p), strict=True):
             np.testing.assert_array_equal(x, y)
@@ -149,15 +174,18 @@ def test_strides_do_not_matter() -> None:
     assert nattn.attention_varlen(*p, out=out) is out
     np.testing.assert_array_equal(out, run(p)[0])
     big = [x.astype(">f4") for x in p[:3]]
-    np.testing.assert_array_equal(nattn.attention_varlen(*big, p.cu_q, p.cu_k), out)
+    np.testing.assert_array_equal(
+        nattn.attention_varlen(big[0], big[1], big[2], p.cu_q, p.cu_k), out
+    )
 
 
 # Every argument, against the dense formula on the same sequences as a padded batch
 
-B, N_Q, N_KV = len(LENS[0]), max(LENS[0]), max(LENS[1])
+SMALL = ([5, 0, 60, 30, 1, 48, 20, 33], [9, 4, 0, 30, 150, 129, 17, 80])
+B, N_Q, N_KV = len(SMALL[0]), max(SMALL[0]), max(SMALL[1])
 RNG = np.random.default_rng(3)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "an offset for each": {"causal": True, "q_offset": [0, 3, -5, 10, 299, 81, 1 << 70, -40]},
+    "an offset for each": {"causal": True, "q_offset": [0, 3, -5, 10, 149, 81, 1 << 70, -40]},
     "one offset": {"window_size": (30, 0), "q_offset": 7, "scale": 0.4},
     "ALiBi": {"alibi_slopes": [0.1, 0.2, 0.3, 0.4], "causal": True},
     "ALiBi for each": {"alibi_slopes": RNG.standard_normal((B, HQ)).astype("f4")},
@@ -176,12 +204,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_arguments(name: str) -> None:
-    p, options = pack(*LENS), OPTIONS[name]
+    p, options = pack(*SMALL), OPTIONS[name]
     batch, lens = p.batch()
-    t = truth(*batch, **lens, **options)
+    own_options = lens | options
+    t = truth(*batch, **own_options)
     exact, exact_lse = nattn.attention_varlen(*p, backend="reference", return_lse=True, **options)
     out, lse = run(p, **options)
-    plain, plain_lse = nattn.attention(*batch, return_lse=True, **lens, **options)
+    plain, plain_lse = nattn.attention(*batch, return_lse=True, **own_options)
     budget = np.broadcast_to(t.stored_budget(), t.out.shape)
     for b, n in enumerate(lens["q_lens"]):
         rows = slice(p.cu_q[b], p.cu_q[b] + n)
@@ -220,12 +249,12 @@ lengths = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(lens=lengths, before=st.integers(0, 3), behind=st.integers(0, 3), causal=st.booleans())
 def test_any_lengths(lens: list[tuple[int, int]], before: int, behind: int, causal: bool) -> None:
     p = pack([n for n, _ in lens], [n for _, n in lens], before=before, behind=behind)
-    sinks = [0.5, -1.0, 2.0, 0.0]
-    for options in ({}, {"sinks": sinks}):
+    every: list[dict[str, Any]] = [{}, {"sinks": [0.5, -1.0, 2.0, 0.0]}]
+    for options in every:
         assert_alone(p, *run(p, causal=causal, **options), causal=causal, **options)
 
 
@@ -270,7 +299,7 @@ def test_the_number_of_threads_changes_no_bit(
 
 def test_what_takes_longest_comes_first() -> None:
     p = pack([40, 0, 900, 300, 1], [40, 50, 900, 300, 7])
-    problem = Problem.build(*p[:3], p[3:])
+    problem = p.problem()
     plan = launch.plan("float32", 5, HQ, 2, 900, 900, D, DV, 2, True)
     table, n_tasks = launch.task_table(problem, plan, 2)
     assert table[:, 1].tolist() == [2, 3, 0, 4]
@@ -284,7 +313,7 @@ def test_what_takes_longest_comes_first() -> None:
 def test_some_items_alone() -> None:
     """What is left out is not written: it may be computed by another kernel."""
     p = pack([40, 20, 70], [40, 20, 70])
-    problem = Problem.build(*p[:3], p[3:])
+    problem = p.problem()
     expected, expected_lse = run(p)
     out = np.full((1, HQ, p.q.shape[0], DV), 7, np.float32)
     lse = np.full(out.shape[:3], 7, np.float32)
@@ -301,6 +330,193 @@ def test_some_items_alone() -> None:
     want = nattn.attention(*batch, **lens)
     np.testing.assert_array_equal(plain[1], want[1])
     assert (plain[[0, 2]] == 7).all()
+
+
+# Gradients
+
+
+def incoming(p: Packed) -> tuple[Array, Array]:
+    """Make a dout and a dlse, which are NaN where there is no sequence."""
+    dout = gaussian(*p.q.shape[:2], p.v.shape[2], seed=5)
+    dlse = gaussian(p.q.shape[1], p.q.shape[0], seed=6)
+    for rows in (slice(p.cu_q[0]), slice(p.cu_q[-1], None)):
+        dout[rows], dlse[:, rows] = np.nan, np.nan
+    compute = np.float64 if p.q.dtype == np.float64 else np.float32
+    return dout.astype(p.q.dtype), dlse.astype(compute)
+
+
+def run_back(p: Packed, wrt: tuple[str, ...] = ("q", "k", "v"), **options: Any) -> Any:
+    """Run a packed call forward and backward."""
+    _, vjp = nattn.attention_varlen_vjp(p.q, p.k, p.v, p.cu_q, p.cu_k, return_lse=True, **options)
+    grads = vjp(*incoming(p), wrt)
+    for x, like in ((grads.dq, p.q), (grads.dk, p.k), (grads.dv, p.v)):
+        if x is not None:
+            assert (x.shape, x.dtype) == (like.shape, like.dtype)
+            cu = p.cu_q if like is p.q else p.cu_k
+            assert not x[: cu[0]].astype("f4").any()
+            assert not x[cu[-1] :].astype("f4").any()
+    return grads
+
+
+def assert_back_alone(p: Packed, grads: Any, **options: Any) -> None:
+    """Assert that each sequence has the gradients that it has alone, to the bit."""
+    dout, dlse = incoming(p)
+    for b in range(len(p.cu_q) - 1):
+        q_rows, kv_rows = slice(*p.cu_q[b : b + 2]), slice(*p.cu_k[b : b + 2])
+        _, vjp = nattn.attention_vjp(*p.alone(b), **options)
+        own = vjp(dout[q_rows].transpose(1, 0, 2), dlse[:, q_rows])
+        for x, y, rows in zip(grads[:3], own[:3], (q_rows, kv_rows, kv_rows), strict=True):
+            np.testing.assert_array_equal(x[rows].transpose(1, 0, 2), y, err_msg=f"{b}")
+
+
+@pytest.mark.parametrize("dtype", ["f4", ml_dtypes.bfloat16], ids=["f4", "bfloat16"])
+def test_gradients_have_the_bits_that_they_have_alone(dtype: Any) -> None:
+    p = pack([*LENS[0], 30], [*LENS[1], 2100], dtype)  # of the last the keys are split
+    every: list[dict[str, Any]] = [{}, {"causal": True, "softcap": 2.0}]
+    for options in every:
+        assert_back_alone(p, run_back(p, **options), **options)
+
+
+WRT: dict[str, tuple[str, ...]] = {
+    "ALiBi": ("q", "k", "v", "alibi_slopes"),
+    "ALiBi for each": ("q", "k", "v", "alibi_slopes"),
+    "bias": ("q", "k", "v", "bias"),
+    "bias for all": ("q", "k", "v", "bias"),
+    "dropout": ("q", "k", "v", "sinks"),
+}
+
+
+def check_gradients(p: Packed, wrt: tuple[str, ...], **options: Any) -> None:
+    """Compare with the gradients of the dense formula on a padded batch, and their bits."""
+    batch, lens = p.batch()
+    dout, dlse = np.zeros((*batch[0].shape[:3], DV), "f4"), np.zeros(batch[0].shape[:3], "f4")
+    packed_dout, packed_dlse = incoming(p)
+    for b, n in enumerate(lens["q_lens"]):
+        rows = slice(p.cu_q[b], p.cu_q[b] + n)
+        dout[b, :, :n], dlse[b, :, :n] = (
+            packed_dout[rows].transpose(1, 0, 2),
+            packed_dlse[:, rows],
+        )
+    own_options = lens | options
+    t = gradient_truth(*batch, dout, dlse, **own_options)
+    got = run_back(p, wrt, **options)
+    _, vjp = nattn.attention_vjp(*batch, **own_options)
+    plain = vjp(dout, dlse, wrt)
+    exact = run_back(p, wrt, backend="reference", **options)
+    for name, x in zip(("q", "k", "v", "bias", "sinks", "alibi_slopes"), got, strict=True):
+        y, z = getattr(plain, f"d{name}"), getattr(exact, f"d{name}")
+        if name not in wrt:
+            assert x is None
+            continue
+        if name not in "qkv":
+            assert x.shape == y.shape
+            assert_near(x, t.gradients[name], t.budget[name])
+            assert_near(z, t.gradients[name], t.budget[name])
+            continue
+        cu = p.cu_q if name == "q" else p.cu_k
+        for b, first in enumerate(cu[:-1]):
+            n, rows = cu[b + 1] - first, slice(first, cu[b + 1])
+            own = x[rows].transpose(1, 0, 2)
+            np.testing.assert_array_equal(own, y[b, :, :n], err_msg=f"d{name}, {b}")
+            for found in (own, z[rows].transpose(1, 0, 2)):
+                assert_near(found, t.gradients[name][b, :, :n], t.budget[name][b, :, :n])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_of_arguments(name: str) -> None:
+    check_gradients(pack(*SMALL), WRT.get(name, ("q", "k", "v")), **OPTIONS[name])
+
+
+@pytest.mark.parametrize(
+    "shape", [(B, HQ, 60, 1), (HQ, 1, 1), (60, 70), (B, 1, 1, 70), (1, HQ, 1, 70), ()], ids=str
+)
+def test_a_bias_that_is_broadcast_gets_sums(shape: tuple[int, ...]) -> None:
+    p = pack([5, 0, 33, 60, 1, 48, 20, 9], [9, 4, 0, 60, 70, 29, 17, 26])
+    check_gradients(p, ("bias",), bias=gaussian(*shape), causal=True)
+
+
+@pytest.mark.parametrize("wrt", [("q",), ("k",), ("v",)], ids=str)
+def test_what_is_not_wanted_changes_no_bit(wrt: tuple[str, ...]) -> None:
+    p = pack([30, 70], [30, 1500])
+    every, some = run_back(p, causal=True), run_back(p, wrt, causal=True)
+    for name, x, y in zip("qkv", every[:3], some[:3], strict=True):
+        assert (y is None) == (name not in wrt)
+        if y is not None:
+            np.testing.assert_array_equal(x, y)
+
+
+@settings(max_examples=25)
+@given(lens=lengths, before=st.integers(0, 3), behind=st.integers(0, 3), causal=st.booleans())
+def test_gradients_of_any_lengths(
+    lens: list[tuple[int, int]], before: int, behind: int, causal: bool
+) -> None:
+    p = pack([n for n, _ in lens], [n for _, n in lens], before=before, behind=behind)
+    assert_back_alone(p, run_back(p, causal=causal), causal=causal)
+
+
+def test_gradients_of_empty_ones() -> None:
+    p = pack([0, 1, 0], [3, 0, 5], before=0, behind=0)
+    for backend in ("cpu", "reference"):
+        for x in run_back(p, backend=backend)[:3]:
+            assert not x.any()
+    sinks = [1.0, 2.0, 3.0, 4.0]
+    grads = run_back(p, ("sinks",), sinks=sinks)
+    np.testing.assert_allclose(grads.dsinks, incoming(p)[1][:, 0], rtol=1e-6)  # lse is the sink
+    for x in run_back(pack([], []))[:3]:
+        assert not x.any()
+
+
+@pytest.mark.parametrize("dtype", ["f4", ml_dtypes.bfloat16], ids=["f4", "bfloat16"])
+@pytest.mark.parametrize("room", [1, 40_000, 150_000])
+def test_little_room_for_partial_results_changes_no_bit(
+    dtype: Any, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = pack([40, 0, 90, 33, 1], [2100, 50, 3100, 1030, 7], dtype)
+    expected = run_back(p, causal=True)
+    monkeypatch.setattr(launch_backward, "MOST_PARTIALS", room)
+    for x, y in zip(run_back(p, causal=True)[:3], expected[:3], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+def test_the_number_of_threads_changes_no_bit_of_gradients(
+    n_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = pack([100, 3, 170, 60], [2100, 300, 170, 0])
+    options: dict[str, Any] = {"causal": True, "alibi_slopes": [0.1, 0.2, 0.3, 0.4]}
+    wrt = ("q", "k", "v", "alibi_slopes")
+    expected = run_back(p, wrt, **options)
+    monkeypatch.setattr(jobs, "thread_count", lambda: n_threads)
+    monkeypatch.setattr(launch_backward, "TINY", 0.0)
+    for x, y in zip(run_back(p, wrt, **options), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_runs_hold_as_much_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = pack([50, 0, 10, 70, 20], [1000, 10, 90, 3000, 0]).problem()
+    splits, size = np.array([1, 1, 1, 2, 1]), np.array([0, 0, 10, 60, 90])
+
+    def runs(apart: bool = False, heads_apart: bool = False) -> list[tuple[list[int], int, int]]:
+        found = launch_backward._runs(problem, splits, size, apart, heads_apart)
+        return [(items.tolist(), first, end) for items, first, end in found]
+
+    assert runs() == [([3, 0, 2], 0, HKV)]  # of one without keys or queries there is nothing
+    assert runs(True) == [([3], 0, HKV), ([0], 0, HKV), ([2], 0, HKV)]
+    each = [([n], h, h + 1) for n in (3, 0, 2) for h in range(HKV)]
+    assert runs(True, True) == each
+    monkeypatch.setattr(launch_backward, "MOST_PARTIALS", 120)
+    assert runs() == [([3, 0], 0, HKV), ([2], 0, HKV)]
+    monkeypatch.setattr(launch_backward, "MOST_PARTIALS", 100)
+    assert runs() == [([3], 0, 1), ([3], 1, 2), ([0, 2], 0, HKV)]
+
+
+def test_lse_of_other_rows_is_refused() -> None:
+    p = pack([20, 30], [20, 30])
+    problem = p.problem()
+    out, lse = run(p)
+    lse[1, 0] = 2.0
+    with pytest.raises(ValueError, match=r"^lse: expected -inf in rows of no sequence, .* row 0$"):
+        check_incoming(problem, out, out, lse, None)
 
 
 # What is refused

@@ -133,9 +133,9 @@ def attention_varlen_vjp(
     --------
     >>> import numpy as np
     >>> import nattn
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 50, 2, 16))
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 50, 2, 16), dtype=np.float32)
     >>> cu = [0, 20, 50]
-    >>> out, vjp = nattn.attention_varlen_vjp(q, k, v, cu, cu, causal=True, backend="reference")
+    >>> out, vjp = nattn.attention_varlen_vjp(q, k, v, cu, cu, causal=True)
     >>> grads = vjp(np.ones_like(out))
     >>> grads.dv.shape, bool(np.allclose(grads.dv[20:].sum(axis=0), 30))
     ((50, 2, 16), True)

@@ -13,7 +13,7 @@ OFFERS = frozenset(
 
 
 def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
-    """Return why the backend cannot do a call: it can do nearly all.
+    """Return why the backend cannot do a call: it can do all.
 
     Parameters
     ----------
@@ -24,6 +24,4 @@ def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
     arrays : dict
         Further arrays that the task reads, by name.
     """
-    if task == "backward" and problem.q_starts is not None:
-        return ["backend: expected 'reference' for gradients of packed sequences, got 'cpu'"]
     return []

@@ -59,6 +59,7 @@ from .packing import (
 )
 from .score import FUNCTIONS, apply
 from .softmax import join_keys, join_lanes, note_hidden
+from .tables import TABLE, find_task
 from .visibility import (
     VISIBLE,
     assign_rows,
@@ -77,22 +78,19 @@ ARGS = job_record(
     (
         # out is of the type that is computed in
         *(("q", STRIDED), ("k", STRIDED), ("v", STRIDED), ("dout", STRIDED), ("out", STRIDED)),
-        # addresses of contiguous (B, Hq, Nq): lse; dlse (0: none); rowsum(dout * out) - dlse, which
-        # is written for rows that see a key
-        *("lse_ptr", "dlse_ptr", "delta_ptr"),
-        # results: addresses of contiguous (splits, items, group, Nq, D), (B, Hkv, padded_Nk,
-        # padded_D or padded_Dv), or 0 where one is not wanted
-        *("dq_ptr", "dk_ptr", "dv_ptr"),
+        # a number for each row: lse; dlse (address 0: none); rowsum(dout * out) - dlse, which is
+        # written for rows that see a key
+        *(("lse", STRIDED), ("dlse", STRIDED), ("delta", STRIDED)),
+        # results: whether dq is wanted, whose place the table of tasks has; dk and dv, with rows of
+        # padded_D and padded_Dv columns, and room for whole groups of keys (address 0: not wanted)
+        *("wants_dq", ("dk", STRIDED), ("dv", STRIDED)),
         # sums of the gradient of the scores: address and byte strides of the bias's own (stride 0
-        # along a row: one for all); whether it has one row for all queries; addresses of contiguous
-        # (splits, B, Hq, Nq) sums over keys, plain and times the distance; each 0 if not wanted
+        # along a row: one for all; address 0: not wanted); whether it has one row for all queries;
+        # sums over keys, plain and times the distance, and bytes from those of a split to the next
         *("dbias_ptr", "dbias_b", "dbias_h", "dbias_i", "dbias_j", "bias_columns"),
-        *("row_sum_ptr", "distance_sum_ptr"),
-        # items of this run: the first (item, key head), and their number; splits of the keys, and
-        # the address of int64 (B,): keys of one
-        *("first_item", "items", "n_splits", "split_keys_ptr"),
-        # address of the plan
-        "plan_ptr",
+        *(("row_sum", STRIDED), ("distance_sum", STRIDED), "sums_part"),
+        # address of the plan; a table of `ITEM`s
+        *("plan_ptr", ("tasks", TABLE)),
         ("visible", VISIBLE),
         *(("score_functions", FUNCTIONS), ("mask_functions", FUNCTIONS)),
         *(("prob_functions", FUNCTIONS), "mask_ptr"),
@@ -104,11 +102,11 @@ ARGS = job_record(
 PLAN = Struct(
     "BackwardPlan",
     (
-        *("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "block_kv"),
-        # rows and tiles of a head, groups of tiles that share one pass over the keys
-        *("n_rows", "n_tiles", "tile_groups", "tiles_at_once"),
-        # sizes completed: D to whole groups of NR; keys, D and Dv to the other register tile
-        *("dq_columns", "padded_Nk", "padded_D", "padded_Dv"),
+        *("group", "Nq", "Nk", "D", "Dv", "block_kv"),
+        # rows of a head, tiles that share one pass over the keys
+        *("n_rows", "tiles_at_once"),
+        # sizes completed: D to whole groups of NR; D and Dv to the other register tile
+        *("dq_columns", "padded_D", "padded_Dv"),
         # of the probabilities of a tile: bytes to those of the next one
         "probs_stride",
         # image of a worker's scratch: address, words
@@ -116,6 +114,18 @@ PLAN = Struct(
     ),
 )
 """What follows from sizes alone."""
+
+ITEM = Struct(
+    "BackwardItem",
+    (
+        # of an item in the table: its first task, its number, the first of the key heads that form
+        # tasks, tiles of a head, splits of the keys, keys of one
+        *("first_task", "item", "first_kv_head", "n_tiles", "n_splits", "split_keys"),
+        # partial dq: address of that of the first head and split, bytes from one to the next
+        *("dq_ptr", "dq_head", "dq_part"),
+    ),
+)
+"""What follows from the lengths of an item."""
 
 WORK = Struct(
     "BackwardWork",
@@ -172,24 +182,26 @@ def backward_worker(tile, wide):
         for i in range(tile.MV):
             store(w.ones_ptr + i * tile.W * size, splat(tile, 1.0))
         block_kv, derivs = plan.block_kv, w.derivs_ptr
-        sums = a.dbias_ptr != 0 or a.row_sum_ptr != 0 or a.distance_sum_ptr != 0
-        wants_scores = a.dq_ptr != 0 or a.dk_ptr != 0 or sums
-        wants_products = wants_scores or a.dv_ptr != 0
+        sums = a.dbias_ptr != 0 or a.row_sum.ptr != 0 or a.distance_sum.ptr != 0
+        wants_scores = a.wants_dq != 0 or a.dk.ptr != 0 or sums
+        wants_products = wants_scores or a.dv.ptr != 0
         while True:
             task = take_task(a.job_ptr)
             if task < 0:
                 break
-            item = task // a.n_splits
-            split = task - item * a.n_splits
-            b = (a.first_item + item) // plan.Hkv
-            kv_head = a.first_item + item - b * plan.Hkv
+            item = view(ITEM, find_task(a.tasks, task))
+            task -= item.first_task
+            b, kv_head = item.item, task // item.n_splits
+            split = task - kv_head * item.n_splits
+            dq = item.dq_ptr + kv_head * plan.group * item.dq_head + split * item.dq_part
+            kv_head += item.first_kv_head
             k, v = rows_of(a.k, b, kv_head), rows_of(a.v, b, kv_head)
-            dk = a.dk_ptr + (a.first_item + item) * plan.padded_Nk * plan.padded_D * size
-            dv = a.dv_ptr + (a.first_item + item) * plan.padded_Nk * plan.padded_Dv * size
-            dq = a.dq_ptr + (split * a.items + item) * plan.group * plan.Nq * plan.D * size
-            split_keys = read_int64(a.split_keys_ptr + 8 * b)
-            split_lo = min(plan.Nk, split * split_keys)
-            split_hi = min(plan.Nk, split_lo + split_keys)
+            dk, dv = rows_of(a.dk, b, kv_head), rows_of(a.dv, b, kv_head)
+            q_len = read_int64(a.visible.q_lens_ptr + 8 * b)
+            kv_len = read_int64(a.visible.kv_lens_ptr + 8 * b)
+            split_lo = min(kv_len, split * item.split_keys)
+            split_hi = min(kv_len, split_lo + item.split_keys)
+            tile_groups = (item.n_tiles + plan.tiles_at_once - 1) // plan.tiles_at_once
             context.batch = b
             context.offset = read_int64(a.visible.q_offset_ptr + 8 * b)
             k_in_place = readable_in_place(tile, a.k, plan.D, True)
@@ -197,12 +209,12 @@ def backward_worker(tile, wide):
 
             skip_hidden = False
             while True:
-                for group in range(plan.group * plan.tile_groups):
+                for group in range(plan.group * tile_groups):
                     if stopped(a.job_ptr):
                         break
-                    head = kv_head * plan.group + group // plan.tile_groups
-                    first_tile = group % plan.tile_groups * plan.tiles_at_once
-                    end_tile = min(first_tile + plan.tiles_at_once, plan.n_tiles)
+                    head = kv_head * plan.group + group // tile_groups
+                    first_tile = group % tile_groups * plan.tiles_at_once
+                    end_tile = min(first_tile + plan.tiles_at_once, item.n_tiles)
                     n_tiles, lo, hi = 0, split_hi, split_lo
                     for n in range(first_tile, end_tile):
                         # What sees nothing of this split gets no place among the tiles.
@@ -241,7 +253,7 @@ def backward_worker(tile, wide):
                             a.k,
                             k,
                             plan.D,
-                            plan.Nk,
+                            kv_len,
                             k_in_place,
                             start,
                             end,
@@ -253,7 +265,7 @@ def backward_worker(tile, wide):
                             a.v,
                             v,
                             plan.Dv,
-                            plan.Nk,
+                            kv_len,
                             v_in_place,
                             start,
                             end,
@@ -261,7 +273,7 @@ def backward_worker(tile, wide):
                         )
                         words = words_of(tile, end - start)
                         panel = words * nr * size
-                        if a.dq_ptr:
+                        if a.wants_dq:
                             pack_values(tile, a.k, k, plan.D, 0, start, end, w.panels_ptr, panel)
                         for n in range(n_tiles):
                             t = view(TILE, w.tiles_ptr + n * tile_size)
@@ -344,7 +356,7 @@ def backward_worker(tile, wide):
                                 join_keys(tile, dscores, groups * nr, by_keys)
                                 join_lanes(tile, probs, groups * nr)
                                 join_lanes(tile, dscores, groups * nr)
-                            if a.dq_ptr:
+                            if a.wants_dq:
                                 add_values(
                                     tile,
                                     by_keys,
@@ -357,7 +369,7 @@ def backward_worker(tile, wide):
                                     t.dq_acc_ptr,
                                     skip_hidden,
                                 )
-                        if a.dv_ptr:
+                        if a.dv.ptr:
                             add_rows(
                                 tile,
                                 wide,
@@ -371,7 +383,7 @@ def backward_worker(tile, wide):
                                 dv + start * plan.padded_Dv * size,
                                 skip_hidden,
                             )
-                        if a.dk_ptr:
+                        if a.dk.ptr:
                             add_rows(
                                 tile,
                                 wide,
@@ -388,27 +400,26 @@ def backward_worker(tile, wide):
                     for n in range(n_tiles):
                         t = view(TILE, w.tiles_ptr + n * tile_size)
                         select_tile(context, t)
-                        if a.dq_ptr:
-                            write_dq(tile, a, plan, context, t, dq, kv_head * plan.group)
+                        if a.wants_dq:
+                            at = dq - kv_head * plan.group * item.dq_head
+                            write_dq(tile, a, plan, context, t, at, item.dq_head)
                         if sums and not skip_hidden:
-                            write_sums(tile, a, plan, context, t, split)
+                            write_sums(tile, a, context, t, split)
                 if skip_hidden or stopped(a.job_ptr):
                     break
                 dk_part = dk + split_lo * plan.padded_D * size
                 dv_part = dv + split_lo * plan.padded_Dv * size
-                n_dk = (split_hi - split_lo) * plan.padded_D if a.dk_ptr else 0
-                n_dv = (split_hi - split_lo) * plan.padded_Dv if a.dv_ptr else 0
-                n_dq = plan.group * plan.Nq * plan.D if a.dq_ptr else 0
-                if (
-                    finite(tile, dk_part, n_dk)
-                    and finite(tile, dv_part, n_dv)
-                    and finite(tile, dq, n_dq)
-                ):
+                n_dk = (split_hi - split_lo) * plan.padded_D if a.dk.ptr else 0
+                n_dv = (split_hi - split_lo) * plan.padded_Dv if a.dv.ptr else 0
+                skip_hidden = not (finite(tile, dk_part, n_dk) and finite(tile, dv_part, n_dv))
+                for n in range(plan.group if a.wants_dq else 0):
+                    if not finite(tile, dq + n * item.dq_head, q_len * plan.D):
+                        skip_hidden = True
+                if not skip_hidden:
                     break
                 # Something hidden may have reached a sum, as 0 * NaN: once more, without it.
                 zero(tile, dk_part, n_dk)
                 zero(tile, dv_part, n_dv)
-                skip_hidden = True
         leave(a.job_ptr, slot, error_flags)
 
     return worker

@@ -41,8 +41,9 @@ def load_tile(tile, a, plan, w, context, t, n):
     pack_rows(tile, context, a.dout, plan.Dv, padded_Dv, 1.0, dout_rows)
     # Row by row, always in this order: the sum must not depend on how dout and out lie in memory.
     dout, out = item_of(a.dout, context.batch), item_of(a.out, context.batch)
+    lses, dlses = item_of(a.lse, context.batch), item_of(a.dlse, context.batch)
+    deltas = item_of(a.delta, context.batch)
     for lane in range(tile.lanes):
-        head, i = read_int64(context.heads_ptr + 8 * lane), read_int64(context.rows_ptr + 8 * lane)
         at = row_of(context, a.dout, dout, lane)
         copy_row(tile, at, a.dout.stride_d, plan.Dv, padded_Dv, w.dout_row_ptr)
         at = row_of(context, a.out, out, lane)
@@ -58,14 +59,13 @@ def load_tile(tile, a, plan, w, context, t, n):
             some += lane_of(tile, sizes, m)
         if some == 0.0:  # as where nothing is visible: not even a dout of NaN matters
             delta = 0.0
-        at = ((context.batch * plan.Hq + head) * plan.Nq + i) * size
-        if a.dlse_ptr:
-            delta -= read(tile, a.dlse_ptr + at)
-        lse = read(tile, a.lse_ptr + at)
+        if a.dlse.ptr:
+            delta -= read(tile, row_of(context, a.dlse, dlses, lane))
+        lse = read(tile, row_of(context, a.lse, lses, lane))
         # A row that sees nothing: any number will do.
         write(tile, t.lse_row_ptr + lane * size, 0.0 if lse == -np.inf else lse)
         write(tile, t.delta_row_ptr + lane * size, delta)
-        write(tile, a.delta_ptr + at, delta)
+        write(tile, row_of(context, a.delta, deltas, lane), delta)
 
 
 @device
@@ -184,7 +184,7 @@ def add_sums(tile, a, context, t, ds):
     """Add the gradient of a tile of scores to that of the bias, and to the sums over keys."""
     size, width, row = tile.itemsize, tile.W, tile.lanes * tile.itemsize
     n_keys = context.n_keys
-    if a.row_sum_ptr or a.distance_sum_ptr:
+    if a.row_sum.ptr or a.distance_sum.ptr:
         for i in range(tile.MV):
             at = i * width * size
             plain = load(tile, t.sums_ptr + at)
@@ -193,7 +193,7 @@ def add_sums(tile, a, context, t, ds):
             for n in range(n_keys):
                 x = load(tile, ds + n * row + at)
                 plain += x
-                if a.distance_sum_ptr:
+                if a.distance_sum.ptr:
                     weighted += x * np.abs(position - (context.first_key + n))
             store(t.sums_ptr + at, plain)
             store(t.distance_sums_ptr + at, weighted)
@@ -248,26 +248,27 @@ def sum_lanes(tile, at, first, last):
 
 
 @device
-def write_sums(tile, a, plan, context, t, split):
+def write_sums(tile, a, context, t, split):
     """Write a tile's sums over the keys of a split."""
     size = tile.itemsize
+    plain = item_of(a.row_sum, context.batch) + split * a.sums_part
+    weighted = item_of(a.distance_sum, context.batch) + split * a.sums_part
     for lane in range(t.n_valid):
-        head, i = read_int64(t.lane_head_ptr + 8 * lane), read_int64(t.lane_row_ptr + 8 * lane)
-        at = (((split * plan.B + context.batch) * plan.Hq + head) * plan.Nq + i) * size
-        if a.row_sum_ptr:
-            write(tile, a.row_sum_ptr + at, read(tile, t.sums_ptr + lane * size))
-        if a.distance_sum_ptr:
-            write(tile, a.distance_sum_ptr + at, read(tile, t.distance_sums_ptr + lane * size))
+        if a.row_sum.ptr:
+            at = row_of(context, a.row_sum, plain, lane)
+            write(tile, at, read(tile, t.sums_ptr + lane * size))
+        if a.distance_sum.ptr:
+            at = row_of(context, a.distance_sum, weighted, lane)
+            write(tile, at, read(tile, t.distance_sums_ptr + lane * size))
 
 
 @device
-def write_dq(tile, a, plan, context, t, dq, first_head):
-    """Write a tile's partial dq, times the scale."""
+def write_dq(tile, a, plan, context, t, dq, stride_h):
+    """Write a tile's partial dq, times the scale; `dq` is the address of head 0."""
     size, width = tile.itemsize, tile.W
     factor = splat(tile, a.scale)
     for n in range(plan.D * tile.MV):
         at = t.dq_acc_ptr + n * width * size
         store(at, load(tile, at) * factor)
-    lane_offsets(tile, context, plan.Nq * plan.D * size, plan.D * size)
-    out = dq - first_head * plan.Nq * plan.D * size
-    write_transposed(tile.compute, context, t.dq_acc_ptr, plan.D, t.n_valid, out, size)
+    lane_offsets(tile, context, stride_h, plan.D * size)
+    write_transposed(tile.compute, context, t.dq_acc_ptr, plan.D, t.n_valid, dq, size)

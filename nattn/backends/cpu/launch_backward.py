@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +14,19 @@ from ...call.progress import Progress, part_of
 from ...vectors import dtypes
 from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
-from .arrays import strided
-from .backward import ARGS, PLAN, TILE, WORK, backward_worker
+from .arrays import NOWHERE, strided
+from .backward import ARGS, ITEM, PLAN, TILE, WORK, backward_worker
 from .launch import TINY, forward
-from .totals import add_up
+from .tables import make_table, table_fields
+from .totals import add_up, first_rows
 from .visibility import visible
 from .workspace import Image, common_areas, image
 
 MOST_PARTIALS = 1 << 26
 """Bytes of partial dq that are kept at once, if more than one key head has to be."""
+
+KEY_ROOM = 16
+"""Rows of dk and dv are made in multiples of this: of NR of any tile."""
 
 TILES_AT_ONCE = 4
 """Query tiles that share one pass over the keys."""
@@ -52,18 +57,12 @@ class BackwardPlan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_backward(
-    storage: str, B: int, Hq: int, Hkv: int, group: int, Nq: int, Nk: int, D: int, Dv: int
-) -> BackwardPlan:
+def plan_backward(storage: str, group: int, Nq: int, Nk: int, D: int, Dv: int) -> BackwardPlan:
     """Choose tiles and scratch; compile the kernel if need be."""
     tile, wide = tiles.choose_tile(storage, 1 << 20), tiles.wide_tile(storage)
     block_kv = tiles.backward_block_kv(storage, D, Dv)
-    n_tiles = -(-Nq // tile.lanes)
-    at_once = max(1, min(TILES_AT_ONCE, n_tiles))
+    at_once = max(1, min(TILES_AT_ONCE, -(-Nq // tile.lanes)))
     fields = {
-        "B": B,
-        "Hq": Hq,
-        "Hkv": Hkv,
         "group": group,
         "Nq": Nq,
         "Nk": Nk,
@@ -71,11 +70,8 @@ def plan_backward(
         "Dv": Dv,
         "block_kv": block_kv,
         "n_rows": Nq,
-        "n_tiles": n_tiles,
-        "tile_groups": -(-n_tiles // at_once),
         "tiles_at_once": at_once,
         "dq_columns": -(-D // tile.NR) * tile.NR,
-        "padded_Nk": -(-Nk // 16) * 16,
         "padded_D": tiles.padded(D, wide),
         "padded_Dv": tiles.padded(Dv, wide),
         "probs_stride": (block_kv + tile.NR) * tile.lanes * tile.itemsize,
@@ -137,7 +133,8 @@ def backward(
         The call, checked.
     dout, out : ndarray
         ``(B, Hq, Nq, Dv)`` of the problem's dtype: the gradient and the value of the output; this
-        may be of the compute dtype, as `forward` leaves it in `exact`.
+        may be of the compute dtype, as `forward` leaves it in `exact`. Of a packed call
+        ``(1, Hq, Tq, Dv)``, and so on.
     lse, dlse : ndarray
         ``(B, Hq, Nq)``, contiguous: the log-sum-exp, and its gradient if it has one.
     wrt : frozenset of str
@@ -167,64 +164,55 @@ def backward(
     found: dict[str, NDArray[Any]] = {}
     # Of a row that sees nothing, out is 0; the kernel writes the others.
     delta = np.zeros(lse.shape, p.compute) if dlse is None else -dlse
-    plan = plan_backward(p.storage, p.B, p.Hq, p.Hkv, p.group, p.Nq, p.Nk, p.D, p.Dv)
-    block_kv = plan.fields["block_kv"]
-    split_keys = np.array([tiles.split_keys(int(n), block_kv) for n in p.kv_lens], np.int64)
-    n_splits = max(1, int((-(-p.kv_lens // split_keys)).max(initial=1)))
-
-    def made(name: str, *shape: int) -> NDArray[Any] | None:
-        return np.zeros(shape, p.compute) if name in wrt else None
-
-    items, padded_Nk = p.B * p.Hkv, plan.fields["padded_Nk"]
+    plan = plan_backward(p.storage, p.group, p.Nq, p.Nk, p.D, p.Dv)
+    split_keys = tiles.split_keys(p.kv_lens, plan.fields["block_kv"])
+    n_splits = np.maximum(1, -(-p.kv_lens // split_keys))
     storage = dtypes.compute_name(p.dtype) if exact else p.storage
     dtype = dtypes.storage_dtype(storage)
-    dq = np.zeros((p.B, p.Hq, p.Nq, p.D), dtype) if "q" in wrt else None
-    # A single partial dq is the gradient itself, if it is not to be rounded.
-    direct = n_splits == 1 and dtype == p.compute
-    dk = made("k", p.B, p.Hkv, padded_Nk, plan.fields["padded_D"])
-    dv = made("v", p.B, p.Hkv, padded_Nk, plan.fields["padded_Dv"])
+    dq = np.zeros(p.q.shape, dtype) if "q" in wrt else None
+    rooms, room_starts = _rooms(p)
+    dk, dv = (
+        np.zeros((*rooms, plan.fields[depth]), p.compute) if name in wrt else None
+        for name, depth in (("k", "padded_D"), ("v", "padded_Dv"))
+    )
+    sums = (int(n_splits.max(initial=1)), *lse.shape)
     dbias, row_sum, columns = None, None, False
     strides: tuple[int, ...] = (0, 0, 0, 0)
-    one_by_one = False
+    # Items, and heads, that add to the same elements run one after the other.
+    items_apart = heads_apart = False
     if "bias" in wrt:
         assert p.bias_shape is not None
         shape = p.bias_shape
         if shape[3] == 1 and p.Nk != 1:
-            row_sum = np.zeros((n_splits, p.B, p.Hq, p.Nq), p.compute)
+            row_sum = np.zeros(sums, p.compute)
         else:
             dbias = np.zeros(shape, p.compute)
             columns = shape[2] == 1 and p.Nq != 1
             strides = tuple(0 if n == 1 else s for n, s in zip(shape, dbias.strides, strict=True))
-            # Items that add to the same elements run one after the other.
-            one_by_one = shape[0] < p.B or shape[1] < p.Hq
-    distance_sum = made("alibi_slopes", n_splits, p.B, p.Hq, p.Nq)
-    # How many key heads run together: as many as their partial dq leave room for.
-    at_a_time = max(items, 1)
-    if dq is not None and not direct:
-        size = n_splits * p.group * p.Nq * p.D * p.compute.itemsize
-        at_a_time = max(1, MOST_PARTIALS // (size or 1))
-    if one_by_one:
-        at_a_time = 1
+            items_apart, heads_apart = shape[0] < p.B, shape[1] < p.Hq
+    distance_sum = np.zeros(sums, p.compute) if "alibi_slopes" in wrt else None
     functions = tile_functions.bind(p, plan.tile, packed=False, derive=True)
-    pairs = float(p.group * p.Nq) * p.Nk * (10 * (p.D + p.Dv) + 100)
+    each = 10 * (p.D + p.Dv) + 100
     fields = {
-        "q": strided(p.q),
-        "k": strided(p.k),
-        "v": strided(p.v),
-        "dout": strided(dout),
-        "out": strided(out),
-        "lse_ptr": lse.ctypes.data,
-        "dlse_ptr": jobs.address(dlse),
-        "delta_ptr": delta.ctypes.data,
-        "dk_ptr": jobs.address(dk),
-        "dv_ptr": jobs.address(dv),
+        "q": strided(p.q, p.q_starts),
+        "k": strided(p.k, p.kv_starts),
+        "v": strided(p.v, p.kv_starts),
+        "dout": strided(dout, p.q_starts),
+        "out": strided(out, p.q_starts),
+        "lse": strided(lse[..., None], p.q_starts),
+        "dlse": NOWHERE if dlse is None else strided(dlse[..., None], p.q_starts),
+        "delta": strided(delta[..., None], p.q_starts),
+        "wants_dq": dq is not None,
+        "dk": NOWHERE if dk is None else strided(dk, room_starts),
+        "dv": NOWHERE if dv is None else strided(dv, room_starts),
         "dbias_ptr": jobs.address(dbias),
         **dict(zip(("dbias_b", "dbias_h", "dbias_i", "dbias_j"), strides, strict=True)),
         "bias_columns": columns,
-        "row_sum_ptr": jobs.address(row_sum),
-        "distance_sum_ptr": jobs.address(distance_sum),
-        "n_splits": n_splits,
-        "split_keys_ptr": split_keys.ctypes.data,
+        "row_sum": NOWHERE if row_sum is None else strided(row_sum[0][..., None], p.q_starts),
+        "distance_sum": (
+            NOWHERE if distance_sum is None else strided(distance_sum[0][..., None], p.q_starts)
+        ),
+        "sums_part": lse.nbytes,
         "plan_ptr": plan.record.ctypes.data,
         "visible": visible(p),
         "scale": p.scale,
@@ -232,50 +220,194 @@ def backward(
         **functions.fields,
     }
     keepalive = (p, dout, out, lse, dlse, delta, dk, dv, dbias, row_sum, distance_sum)
-    for first in range(0, items if p.Hq * p.Nq * p.Nk else 0, at_a_time):
-        count = min(at_a_time, items - first)
-        own = partials = None
+    # A single partial dq is the gradient itself, if it is not to be rounded.
+    direct = (n_splits == 1) & (dtype == p.compute)
+    head_bytes = p.group * p.D * p.compute.itemsize * n_splits * p.q_lens * ~direct
+    if dq is None:
+        head_bytes[:] = 0
+    for items, first, end in _runs(p, n_splits, head_bytes, items_apart, heads_apart):
+        heads = end - first
+        partials: NDArray[Any] | None = None
+        where: dict[str, Any] = {"dq_ptr": 0, "dq_head": 0, "dq_part": 0}
         if dq is not None:
-            own = dq.reshape(items, p.group, p.Nq, p.D)[first : first + count]
-            partials = own[None] if direct else np.zeros((n_splits, *own.shape), p.compute)
-        flops = count * pairs
+            partials, where = _room_of_dq(p, dq, items, first, heads, head_bytes)
+        n_tasks = heads * n_splits[items]
+        table = make_table(
+            ITEM,
+            n_tasks,
+            item=items,
+            first_kv_head=first,
+            n_tiles=-(-p.q_lens[items] // plan.tile.lanes),
+            n_splits=n_splits[items],
+            split_keys=split_keys[items],
+            **where,
+        )
+        flops = float(heads * p.group * (p.q_lens[items] @ p.kv_lens[items])) * each
         error_flags = jobs.run_job(
             plan.worker,
             ARGS,
-            fields | {"dq_ptr": jobs.address(partials), "first_item": first, "items": count},
-            n_tasks=count * n_splits,
+            fields | {"tasks": table_fields(table)},
+            n_tasks=int(n_tasks.sum()),
             n_threads=1 if flops < TINY else jobs.thread_count(),
             scratch_bytes=plan.image.n_bytes,
             flops=flops,
-            keepalive=(keepalive, split_keys, partials, plan, functions),
+            keepalive=(keepalive, dq, partials, table, plan, functions),
             progress=progress,
         )
         score.raise_for_flags(functions.names, error_flags)
-        if own is not None and partials is not None and not direct:
-            add_up(partials, own, storage)
+        if dq is not None and partials is not None:
+            some = head_bytes[items] > 0
+            of = items[some]
+            add_up(
+                p.q_lens[of],
+                heads=heads * p.group,
+                D=p.D,
+                part_row=p.D * p.compute.itemsize,
+                total_row=dq.strides[2],
+                storage=storage,
+                keepalive=(partials, dq),
+                parts_ptr=where["dq_ptr"][some],
+                part_head=where["dq_head"][some],
+                part_bytes=where["dq_part"][some],
+                n_parts=n_splits[of],
+                total_ptr=first_rows(dq, of, p.q_starts) + first * p.group * dq.strides[1],
+                total_head=dq.strides[1],
+            )
     if dq is not None:
         found["q"] = dq
     for name, x, like in (("k", dk, p.k), ("v", dv, p.v)):
         if x is None:
             continue
-        if dtype == p.compute:
+        if dtype == p.compute and p.kv_starts is None:
             found[name] = np.ascontiguousarray(x[:, :, : like.shape[2], : like.shape[3]])
-        else:
-            found[name] = np.empty(like.shape, dtype)
-            add_up(x[None], found[name], storage)
+            continue
+        total = found[name] = np.zeros(like.shape, dtype)
+        every = np.arange(p.B)
+        add_up(
+            p.kv_lens,
+            heads=p.Hkv,
+            D=like.shape[3],
+            part_row=x.strides[2],
+            total_row=total.strides[2],
+            storage=storage,
+            keepalive=(x, total),
+            parts_ptr=first_rows(x, every, room_starts),
+            part_head=x.strides[1],
+            part_bytes=0,
+            n_parts=1,
+            total_ptr=first_rows(total, every, p.kv_starts),
+            total_head=total.strides[1],
+        )
     with np.errstate(all="ignore"):
         if "sinks" in wrt:
             found["sinks"] = _sink_gradient(p, lse, delta)
         if dbias is not None:
             found["bias"] = dbias
         if row_sum is not None:
-            assert p.bias_shape is not None
-            total = row_sum.sum(axis=0)[..., None]
-            axes = tuple(n for n in range(3) if p.bias_shape[n] == 1 and total.shape[n] != 1)
-            found["bias"] = total.sum(axis=axes, keepdims=True) if axes else total
+            found["bias"] = _bias_of_rows(p, row_sum)
         if distance_sum is not None:
-            found["alibi_slopes"] = -distance_sum.sum(axis=(0, 3))
+            found["alibi_slopes"] = _slope_gradient(p, n_splits, distance_sum)
     return found
+
+
+def _rooms(p: Problem) -> tuple[tuple[int, int, int], NDArray[np.int64] | None]:
+    """Return the shape of what dk and dv are added up in, but for columns, and where items begin.
+
+    Keys are written in whole groups: each item has room for its last one.
+    """
+    if p.kv_starts is None:
+        return (p.B, p.Hkv, -(-p.Nk // KEY_ROOM) * KEY_ROOM), None
+    ends = np.cumsum(-(-p.kv_lens // KEY_ROOM) * KEY_ROOM)
+    return (1, p.Hkv, int(ends[-1]) if p.B else 0), np.concatenate([[0], ends[:-1]])
+
+
+def _runs(
+    p: Problem,
+    n_splits: NDArray[np.int64],
+    head_bytes: NDArray[np.int64],
+    items_apart: bool,
+    heads_apart: bool,
+) -> Iterator[tuple[NDArray[np.int64], int, int]]:
+    """Yield what runs together: items, and the first and the end of their key heads.
+
+    As many as `MOST_PARTIALS` has room for, of `head_bytes` for each key head of an item; of what
+    is apart one at a time. Those whose tasks take longest come first.
+    """
+    work = p.q_lens * p.kv_lens
+    order = np.argsort(-(work // n_splits), kind="stable")
+    order = order[work[order] > 0] if p.Hq else order[:0]
+    begin, taken = 0, 0
+    for n, size in enumerate((head_bytes[order] * p.Hkv).tolist()):
+        if begin < n and (items_apart or heads_apart or taken + size > MOST_PARTIALS):
+            yield order[begin:n], 0, p.Hkv
+            begin, taken = n, 0
+        taken += size
+        if heads_apart or size > MOST_PARTIALS:
+            at_once = 1 if heads_apart else max(1, MOST_PARTIALS * p.Hkv // size)
+            for first in range(0, p.Hkv, at_once):
+                yield order[n : n + 1], first, min(first + at_once, p.Hkv)
+            begin, taken = n + 1, 0
+    if begin < len(order):
+        yield order[begin:], 0, p.Hkv
+
+
+def _room_of_dq(
+    p: Problem,
+    dq: NDArray[Any],
+    items: NDArray[np.int64],
+    first: int,
+    heads: int,
+    head_bytes: NDArray[np.int64],
+) -> tuple[NDArray[Any] | None, dict[str, Any]]:
+    """Return memory for the partial dq of a run, and where that of each item lies.
+
+    That is ``(splits, heads, rows, D)`` for each item, and the gradient itself of those with one.
+    """
+    sizes = head_bytes[items] * heads
+    ends = np.cumsum(sizes)
+    partials = np.zeros(int(ends[-1]) // p.compute.itemsize, p.compute) if ends[-1] else None
+    itself = first_rows(dq, items, p.q_starts) + first * p.group * dq.strides[1]
+    head = p.q_lens[items] * p.D * p.compute.itemsize
+    where = {
+        "dq_ptr": np.where(sizes, jobs.address(partials) + ends - sizes, itself),
+        "dq_head": np.where(sizes, head, dq.strides[1]),
+        "dq_part": np.where(sizes, head * p.group * heads, 0),
+    }
+    return partials, where
+
+
+def _bias_of_rows(p: Problem, row_sum: NDArray[Any]) -> NDArray[Any]:
+    """Return the gradient of a bias that is the same for all keys, from sums over them."""
+    assert p.bias_shape is not None
+    total = row_sum.sum(axis=0)[..., None]
+    if p.q_starts is None:
+        axes = tuple(n for n in range(3) if p.bias_shape[n] == 1 and total.shape[n] != 1)
+        whole: NDArray[Any] = total.sum(axis=axes, keepdims=True) if axes else total
+        return whole
+    gradient = np.zeros(p.bias_shape, p.compute)
+    for b in range(p.B):
+        at, rows = p.q_place(b)
+        own = total[at, :, rows]
+        axes = tuple(n for n in range(2) if p.bias_shape[n + 1] == 1)
+        own = own.sum(axis=axes, keepdims=True) if axes else own
+        gradient[b if p.bias_shape[0] > 1 else 0, :, : own.shape[1]] += own
+    return gradient
+
+
+def _slope_gradient(
+    p: Problem, n_splits: NDArray[np.int64], distance_sum: NDArray[Any]
+) -> NDArray[Any]:
+    """Return the gradient of each head's slope, of each item, from sums over keys."""
+    if p.q_starts is None:
+        gradient: NDArray[Any] = -distance_sum.sum(axis=(0, 3))
+        return gradient
+    gradient = np.zeros((p.B, p.Hq), p.compute)
+    for b in range(p.B):
+        at, rows = p.q_place(b)
+        # as of the item alone: the order in memory decides that of a sum
+        own = np.ascontiguousarray(distance_sum[: n_splits[b], at : at + 1, :, rows])
+        gradient[b] = -own.sum(axis=(0, 3))[0]
+    return gradient
 
 
 def _unrounded(
@@ -298,7 +430,7 @@ def _unrounded(
 def _sink_gradient(p: Problem, lse: NDArray[Any], delta: NDArray[Any]) -> NDArray[Any]:
     """Return the gradient of each head's sink, which has a share of the sum but no value."""
     assert p.sinks is not None
-    exists = np.arange(p.Nq) < p.q_lens[:, None, None]
+    exists = p.exists[:, None]
     weight = np.exp(np.where(exists, p.sinks[None, :, None] - lse, -np.inf))
     share = np.where(exists & (p.sinks != -np.inf)[None, :, None], -weight * delta, 0.0)
     gradient: NDArray[Any] = share.sum(axis=(0, 2), dtype=np.float64).astype(p.compute)

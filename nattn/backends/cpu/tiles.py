@@ -11,6 +11,9 @@ import functools
 import os
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...vectors.dtypes import compute_dtype
 from ...vectors.lanes import Tile
 from ...vectors.processor import processor
@@ -224,11 +227,12 @@ def padded(depth: int, wide: Tile) -> int:
     return -(-depth // wide.lanes) * wide.lanes
 
 
-def split_keys(kv_len: int, block_kv: int) -> int:
-    """Return the number of keys of a split of the backward pass: whole blocks, at most 8 splits.
+def split_keys(kv_lens: NDArray[np.int64], block_kv: int) -> NDArray[np.int64]:
+    """Return the keys of a split of the backward pass: whole blocks, at most 8 splits of an item.
 
-    It follows from the item's own length, not from its padding.
+    They follow from the item's own length, not from its padding.
     """
-    blocks = -(-kv_len // block_kv)
-    splits = max(1, min(8, kv_len // 1024))
-    return max(1, -(-blocks // splits)) * block_kv
+    blocks = -(-kv_lens // block_kv)
+    splits = np.clip(kv_lens // 1024, 1, 8)
+    keys: NDArray[np.int64] = np.maximum(1, -(-blocks // splits)) * block_kv
+    return keys
