@@ -19,7 +19,7 @@ from .jobs import thread_count
 from .launch import forward
 from .launch_backward import backward
 from .looking import observe
-from .peak import fma_peak, multiply_add
+from .peak import fma_peak, multiply_add, read_memory
 from .rotary import rotate
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "gelu",
     "info",
     "observe",
+    "read_memory",
     "rotate",
     "warmup",
 ]

@@ -134,7 +134,7 @@ def task_table(p: Problem, items: list[int]) -> tuple[NDArray[np.int64], int]:
     return table, int(n_tasks.sum())
 
 
-def pages(p: Problem) -> tuple[int, int, int, int]:
+def pages(p: Problem) -> tuple[int, ...]:
     """Return the fields of `arrays.PAGES`."""
     if p.pages is None:
         return (0, 0, 0, 0)

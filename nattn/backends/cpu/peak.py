@@ -1,19 +1,23 @@
-"""The yardstick: how many multiply-adds the processor can do, measured now.
+"""The yardsticks: how many multiply-adds the processor can do, and how fast memory is read, now.
 
 Of bfloat16 they are those that attention is made of: in float32, or dot products of pairs.
 
-The loop touches registers only. Its result is the ceiling that no kernel passes, and since
-processors change their speed, a kernel's share of it means something only in the same run.
+That loop touches registers only, the other one does nothing but load. Their results are ceilings
+that no kernel passes, and since machines change their speed, a kernel's share of one means
+something only in the same run.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
-from ...vectors.lanes import chained, splat, store, view
+from numpy.typing import NDArray
+
+from ...vectors.lanes import Tile, chained, load, splat, store, view
 from . import tiles
 from .jit import kernel
-from .jobs import LINE, enter, job_record, leave, run_job, thread_count
+from .jobs import LINE, enter, job_record, leave, run_job, take_task, thread_count
 
 _CHAINS = 12
 
@@ -86,3 +90,73 @@ def fma_peak(dtype: str = "float32", threads: int | None = None, seconds: float 
     )
     elapsed = time.perf_counter() - begin
     return 2.0 * tile.per_word * _CHAINS * tile.W * repetitions * threads / elapsed / 1e9
+
+
+READ_ARGS = job_record("ReadArgs", ("ptr", "bytes_per_task"))
+
+_PIECE = 1 << 18
+"""Bytes that a thread reads at a time."""
+
+
+@kernel("void(int64, int64)")
+def read_worker(tile):
+    """Add up pieces of memory, in four vectors that do not wait for each other."""
+    step = tile.W * tile.itemsize
+
+    def worker(slot, args):
+        a = view(READ_ARGS, args)
+        scratch = enter(a.job_ptr, slot)
+        if scratch == 0:
+            return
+        w = x = y = z = splat(tile, 0.0)
+        while True:
+            task = take_task(a.job_ptr)
+            if task < 0:
+                break
+            begin = a.ptr + task * a.bytes_per_task
+            for at in range(begin, begin + a.bytes_per_task, 4 * step):
+                w += load(tile, at)
+                x += load(tile, at + step)
+                y += load(tile, at + 2 * step)
+                z += load(tile, at + 3 * step)
+        store(scratch, w + x + y + z)
+        leave(a.job_ptr, slot, 0)
+
+    return worker
+
+
+def read_memory(array: NDArray[Any]) -> float:
+    """Read an array once, on all threads, as fast as plain loads can.
+
+    Parameters
+    ----------
+    array : ndarray
+        Contiguous; what is left over behind the last 256 KiB is not read.
+
+    Returns
+    -------
+    float
+        Bytes per second. Larger than the caches it is the bandwidth of memory.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nattn.backends.cpu.door import read_memory
+    >>> read_memory(np.ones(1 << 20, np.float32)) > 1e6
+    True
+    """
+    own = tiles.choose_tile("float32", 1)
+    address = read_worker(Tile("float32", own.W, 1, 1))
+    n_tasks = array.nbytes // _PIECE
+    begin = time.perf_counter()
+    run_job(
+        address,
+        READ_ARGS,
+        {"ptr": array.ctypes.data, "bytes_per_task": _PIECE},
+        n_tasks=n_tasks,
+        n_threads=thread_count(),
+        scratch_bytes=LINE,
+        flops=1.0,
+        keepalive=array,
+    )
+    return n_tasks * _PIECE / (time.perf_counter() - begin)
