@@ -43,6 +43,7 @@ EXAMPLES = {
     "functions.md": 20,
     "gradients.md": 12,
     "layers.md": 9,
+    "generation.md": 40,
     "looking.md": 11,
     "sixteen_bits.md": 7,
 }
