@@ -165,6 +165,15 @@ def test_padding_rows_change_no_bit() -> None:
     np.testing.assert_array_equal(whole[0], out[1:])
 
 
+def test_the_rows_of_batch_mates_change_no_bit() -> None:
+    """One row may be computed in a register tile of four."""
+    q, k, v = (gaussian(2, 2, n, 40) for n in (7, SPLIT + 5, SPLIT + 5))
+    out, lse = attend(q, k, v, q_lens=[1, 7])
+    alone = attend(q[:1, :, :1], k[:1], v[:1])
+    np.testing.assert_array_equal(alone[0], out[:1, :, :1])
+    np.testing.assert_array_equal(alone[1], lse[:1, :, :1])
+
+
 @pytest.mark.parametrize("Nq", [1, 5])
 def test_a_block_mask_changes_no_bit(Nq: int) -> None:
     q, k, v = qkv(1, 4, Nq, 3 * SPLIT, 32, Hkv=2)
@@ -238,5 +247,5 @@ def test_the_number_of_splits() -> None:
     for n, expected in sizes.items():
         x = np.broadcast_to(np.float32(0), (1, 2, n, 4))
         p = Problem.build(x[:, :, :1], x, x)
-        _, tasks = launch_decode.task_table(p, [0])
+        _, tasks = launch_decode.task_table(p, [0], [n])
         assert tasks == 2 * expected

@@ -14,8 +14,9 @@ from ...vectors.lanes import Tile
 from ...vectors.storage import SIZES
 from . import jobs, score, tile_functions, tiles
 from .arrays import NOWHERE, strided
-from .decode import ARGS, CHUNK, ITEM, PLAN, TILE, WORK, decode_worker
-from .tables import make_table, table_fields
+from .decode import ARGS, PLAN, TILE, WORK, decode_worker
+from .decode_steps import CHUNK
+from .tables import table_fields
 from .visibility import visible
 from .workspace import Image, common_areas, image
 
@@ -65,8 +66,6 @@ def plan_decode(
     kv_storage: str,
     Hkv: int,
     group: int,
-    Nq: int,
-    Nk: int,
     D: int,
     Dv: int,
     rows: int,
@@ -95,8 +94,6 @@ def plan_decode(
     fields = {
         "Hkv": Hkv,
         "group": group,
-        "Nq": Nq,
-        "Nk": Nk,
         "D": D,
         "Dv": Dv,
         "block_kv": BLOCK_KV,
@@ -121,17 +118,20 @@ def items_of_few_rows(p: Problem) -> list[int]:
     return [b for b, q_len in enumerate(p.q_lens.tolist()) if q_len <= most]
 
 
-def task_table(p: Problem, items: list[int]) -> tuple[NDArray[np.int64], int]:
+def task_table(p: Problem, items: list[int], kv_lens: list[int]) -> tuple[NDArray[np.int64], int]:
     """Return a table of `decode.ITEM` for some items, and the number of tasks.
 
     A split is whole blocks of keys, and how many there are follows from the item's own length.
+    Mostly it is about one item, for which NumPy would take a third of a short call.
     """
-    blocks = -(-p.kv_lens[items] // BLOCK_KV)
-    each = np.maximum(BLOCKS_PER_SPLIT, -(-blocks // MOST_SPLITS))
-    n_splits = np.maximum(1, -(-blocks // each))
-    n_tasks = n_splits * p.Hkv
-    table = make_table(ITEM, n_tasks, b=items, n_splits=n_splits, split_keys=each * BLOCK_KV)
-    return table, int(n_tasks.sum())
+    records, first = [], 0
+    for b in items:
+        blocks = -(-kv_lens[b] // BLOCK_KV)
+        each = max(BLOCKS_PER_SPLIT, -(-blocks // MOST_SPLITS))
+        n_splits = max(1, -(-blocks // each))
+        records.append((first, b, n_splits, each * BLOCK_KV))
+        first += n_splits * p.Hkv
+    return np.array(records, np.int64), first
 
 
 def pages(p: Problem) -> tuple[int, ...]:
@@ -164,10 +164,8 @@ def decode(
     """
     q_lens, kv_lens = p.q_lens.tolist(), p.kv_lens.tolist()
     rows = max(q_lens[b] for b in items) * p.group
-    chosen = plan_decode(
-        p.storage, p.kv_storage, p.Hkv, p.group, p.Nq, p.Nk, p.D, p.Dv, max(1, rows)
-    )
-    table, n_tasks = task_table(p, items)
+    chosen = plan_decode(p.storage, p.kv_storage, p.Hkv, p.group, p.D, p.Dv, max(1, rows))
+    table, n_tasks = task_table(p, items, kv_lens)
     functions = tile_functions.NONE
     operands = (p.bias is not None) + (p.mask is not None)
     extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
@@ -191,6 +189,8 @@ def decode(
         "tasks": table_fields(table),
         "states_ptr": states.ctypes.data,
         "done_ptr": done.ctypes.data,
+        "Nq": p.Nq,
+        "Nk": p.Nk,
         "pads": p.q_starts is None,
         "plan_ptr": chosen.record.ctypes.data,
         "visible": visible(p),
