@@ -138,7 +138,7 @@ def test_scratch_is_reached_by_enter_alone() -> None:
     assert set(users) == {"jobs"}
     kernels = [p for p in folder.glob("*.py") if '@kernel("void(int64, int64)")' in p.read_text()]
     assert {p.stem for p in kernels} == {
-        *("forward", "backward", "totals", "classify", "rotary", "gelu", "peak")
+        *("forward", "decode", "backward", "totals", "classify", "rotary", "gelu", "peak")
     }
     for path in kernels:
         assert "enter(" in path.read_text(encoding="utf-8"), path
