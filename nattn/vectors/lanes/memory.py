@@ -95,13 +95,16 @@ def store(typingctx: Any, address: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, which may lie outside any array."""
+    """Ask for the cache line at an address, which may lie outside any array.
+
+    It comes to the second-level cache, which has room for more requests at a time than the first.
+    """
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
         ty = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
         fetch = cgutils.get_or_insert_function(b.module, ty, "llvm.prefetch.p0")
-        b.call(fetch, [b.inttoptr(args[0], pointer), I32(0), I32(3), I32(1)])
+        b.call(fetch, [b.inttoptr(args[0], pointer), I32(0), I32(2), I32(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
