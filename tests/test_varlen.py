@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 
 import nattn
 from nattn.backends.cpu import jobs, launch, launch_backward
+from nattn.backends.cpu.backward import ITEM
+from nattn.backends.cpu.schedule import Sizes, schedule
 from nattn.call.problem import Problem
 from nattn.call.results import check_incoming
 
@@ -492,22 +494,37 @@ def test_the_number_of_threads_changes_no_bit_of_gradients(
         np.testing.assert_array_equal(x, y)
 
 
-def test_runs_hold_as_much_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = pack([50, 0, 10, 70, 20], [1000, 10, 90, 3000, 0]).problem()
-    splits, size = np.array([1, 1, 1, 2, 1]), np.array([0, 0, 10, 60, 90])
+def test_runs_hold_as_much_as_there_is_room_for() -> None:
+    p = pack([50, 0, 10, 70, 20], [1000, 10, 90, 3000, 0])
+    q_lens, kv_lens = (np.array(x, np.int64).tobytes() for x in p.lens)
+    starts = np.array(p.cu_q[:-1], np.int64).tobytes()
+    shape = (1, HQ, p.q.shape[0], D)
+    head = HQ // HKV * D * 4 * 2 * 70  # bytes of partial dq: of item 3, whose keys form two splits
 
-    def runs(apart: bool = False, heads_apart: bool = False) -> list[tuple[list[int], int, int]]:
-        found = launch_backward._runs(problem, splits, size, apart, heads_apart)
-        return [(items.tolist(), first, end) for items, first, end in found]
+    def runs(most: int, *apart: bool, rounded: bool = False) -> list[Any]:
+        sizes = Sizes(shape, HKV, q_lens, kv_lens, starts, 48, 128, 4, 4, rounded, most, *apart)
+        found, n_splits = schedule(sizes)
+        assert n_splits.tolist() == [1, 1, 1, 2, 1]
+        for run in found:
+            assert run.room * 4 <= max(most, head)
+            assert run.n_tasks == sum(run.sums["heads"] // 2 * n_splits[run.table[:, 1]])
+            rows = [p.lens[0][b] * p.lens[1][b] for b in run.table[:, 1]]
+            assert run.pairs == run.sums["heads"] // 2 * sum(rows)
+        every = ("item", "first_kv_head")
+        columns = [ITEM.names.index(name) for name in every]
+        return [(run.table[:, columns].tolist(), run.sums["heads"] // 2) for run in found]
 
-    assert runs() == [([3, 0, 2], 0, HKV)]  # of one without keys or queries there is nothing
-    assert runs(True) == [([3], 0, HKV), ([0], 0, HKV), ([2], 0, HKV)]
-    each = [([n], h, h + 1) for n in (3, 0, 2) for h in range(HKV)]
-    assert runs(True, True) == each
-    monkeypatch.setattr(launch_backward, "MOST_PARTIALS", 120)
-    assert runs() == [([3, 0], 0, HKV), ([2], 0, HKV)]
-    monkeypatch.setattr(launch_backward, "MOST_PARTIALS", 100)
-    assert runs() == [([3], 0, 1), ([3], 1, 2), ([0, 2], 0, HKV)]
+    together = [[3, 0], [0, 0], [2, 0]]  # of one without keys or queries there is nothing
+    assert runs(1 << 26, False, False) == [(together, HKV)]
+    assert runs(HKV * head, False, False) == [(together, HKV)]
+    one_by_one = [([x], HKV) for x in together]
+    assert runs(1 << 26, True, False) == one_by_one
+    each = [([[b, h]], 1) for b in (3, 0, 2) for h in range(HKV)]
+    assert runs(1 << 26, True, True) == each
+    by_head = [([[3, 0]], 1), ([[3, 1]], 1)]
+    assert runs(head, False, False) == [*by_head, (together[1:], HKV)]
+    assert runs(1, False, False) == [*by_head, (together[1:], HKV)]
+    assert runs(1, False, False, rounded=True) == each
 
 
 def test_lse_of_other_rows_is_refused() -> None:

@@ -18,7 +18,7 @@ from ...vectors.lanes import (
     load,
     load_old,
     load_stored,
-    prefetch,
+    prefetch_far,
     read,
     read_int64,
     read_stored,
@@ -72,7 +72,7 @@ def fetch_ahead(row, n_bytes):
     It is done a few rows at a time, between the products: many hints at once wait for each other.
     """
     for line in range(0, n_bytes, 64):
-        prefetch(row + line)
+        prefetch_far(row + line)
 
 
 @device

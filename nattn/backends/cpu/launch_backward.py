@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +14,10 @@ from ...vectors import dtypes
 from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
 from .arrays import NOWHERE, strided
-from .backward import ARGS, ITEM, PLAN, TILE, WORK, backward_worker
+from .backward import ARGS, PLAN, TILE, WORK, backward_worker
 from .launch import TINY, forward
-from .tables import make_table, table_fields
+from .schedule import DQ_PTR, Sizes, schedule
+from .tables import table_fields
 from .totals import add_up, first_rows
 from .visibility import visible
 from .workspace import Image, common_areas, image
@@ -165,8 +165,6 @@ def backward(
     # Of a row that sees nothing, out is 0; the kernel writes the others.
     delta = np.zeros(lse.shape, p.compute) if dlse is None else -dlse
     plan = plan_backward(p.storage, p.group, p.Nq, p.Nk, p.D, p.Dv)
-    split_keys = tiles.split_keys(p.kv_lens, plan.fields["block_kv"])
-    n_splits = np.maximum(1, -(-p.kv_lens // split_keys))
     storage = dtypes.compute_name(p.dtype) if exact else p.storage
     dtype = dtypes.storage_dtype(storage)
     dq = np.zeros(p.q.shape, dtype) if "q" in wrt else None
@@ -175,21 +173,38 @@ def backward(
         np.zeros((*rooms, plan.fields[depth]), p.compute) if name in wrt else None
         for name, depth in (("k", "padded_D"), ("v", "padded_Dv"))
     )
-    sums = (int(n_splits.max(initial=1)), *lse.shape)
-    dbias, row_sum, columns = None, None, False
+    dbias, columns = None, False
     strides: tuple[int, ...] = (0, 0, 0, 0)
     # Items, and heads, that add to the same elements run one after the other.
-    items_apart = heads_apart = False
+    items_apart = heads_apart = by_row = False
     if "bias" in wrt:
         assert p.bias_shape is not None
         shape = p.bias_shape
-        if shape[3] == 1 and p.Nk != 1:
-            row_sum = np.zeros(sums, p.compute)
-        else:
+        by_row = shape[3] == 1 and p.Nk != 1
+        if not by_row:
             dbias = np.zeros(shape, p.compute)
             columns = shape[2] == 1 and p.Nq != 1
             strides = tuple(0 if n == 1 else s for n, s in zip(shape, dbias.strides, strict=True))
             items_apart, heads_apart = shape[0] < p.B, shape[1] < p.Hq
+    runs, n_splits = schedule(
+        Sizes(
+            shape=p.q.shape,
+            Hkv=p.Hkv,
+            q_lens=p.q_lens.tobytes(),
+            kv_lens=p.kv_lens.tobytes(),
+            q_starts=None if p.q_starts is None else p.q_starts.tobytes(),
+            lanes=plan.tile.lanes,
+            block_kv=plan.fields["block_kv"],
+            itemsize=p.compute.itemsize,
+            dq_itemsize=0 if dq is None else dq.itemsize,
+            rounded=dtype != p.compute,
+            most_partials=MOST_PARTIALS,
+            items_apart=items_apart,
+            heads_apart=heads_apart,
+        )
+    )
+    sums = (int(n_splits.max(initial=1)), *lse.shape)
+    row_sum = np.zeros(sums, p.compute) if by_row else None
     distance_sum = np.zeros(sums, p.compute) if "alibi_slopes" in wrt else None
     functions = tile_functions.bind(p, plan.tile, packed=False, derive=True)
     each = 10 * (p.D + p.Dv) + 100
@@ -219,35 +234,20 @@ def backward(
         "kept": 1.0 - p.dropout_p,
         **functions.fields,
     }
-    keepalive = (p, dout, out, lse, dlse, delta, dk, dv, dbias, row_sum, distance_sum)
-    # A single partial dq is the gradient itself, if it is not to be rounded.
-    direct = (n_splits == 1) & (dtype == p.compute)
-    head_bytes = p.group * p.D * p.compute.itemsize * n_splits * p.q_lens * ~direct
-    if dq is None:
-        head_bytes[:] = 0
-    for items, first, end in _runs(p, n_splits, head_bytes, items_apart, heads_apart):
-        heads = end - first
-        partials: NDArray[Any] | None = None
-        where: dict[str, Any] = {"dq_ptr": 0, "dq_head": 0, "dq_part": 0}
-        if dq is not None:
-            partials, where = _room_of_dq(p, dq, items, first, heads, head_bytes)
-        n_tasks = heads * n_splits[items]
-        table = make_table(
-            ITEM,
-            n_tasks,
-            item=items,
-            first_kv_head=first,
-            n_tiles=-(-p.q_lens[items] // plan.tile.lanes),
-            n_splits=n_splits[items],
-            split_keys=split_keys[items],
-            **where,
-        )
-        flops = float(heads * p.group * (p.q_lens[items] @ p.kv_lens[items])) * each
+    keepalive = (p, dout, out, lse, dlse, delta, dk, dv, room_starts, dbias, row_sum, distance_sum)
+    for run in runs:
+        table = run.table.copy()
+        partials = np.zeros(run.room, p.compute) if run.room else None
+        if partials is not None:
+            table[:, DQ_PTR] += np.where(run.partial, partials.ctypes.data, jobs.address(dq))
+        else:
+            table[:, DQ_PTR] += jobs.address(dq)
+        flops = float(p.group * run.pairs) * each
         error_flags = jobs.run_job(
             plan.worker,
             ARGS,
             fields | {"tasks": table_fields(table)},
-            n_tasks=int(n_tasks.sum()),
+            n_tasks=run.n_tasks,
             n_threads=1 if flops < TINY else jobs.thread_count(),
             scratch_bytes=plan.image.n_bytes,
             flops=flops,
@@ -256,22 +256,14 @@ def backward(
         )
         score.raise_for_flags(functions.names, error_flags)
         if dq is not None and partials is not None:
-            some = head_bytes[items] > 0
-            of = items[some]
             add_up(
-                p.q_lens[of],
-                heads=heads * p.group,
+                **run.sums | {"total_ptr": run.sums["total_ptr"] + dq.ctypes.data},
                 D=p.D,
                 part_row=p.D * p.compute.itemsize,
                 total_row=dq.strides[2],
                 storage=storage,
                 keepalive=(partials, dq),
-                parts_ptr=where["dq_ptr"][some],
-                part_head=where["dq_head"][some],
-                part_bytes=where["dq_part"][some],
-                n_parts=n_splits[of],
-                total_ptr=first_rows(dq, of, p.q_starts) + first * p.group * dq.strides[1],
-                total_head=dq.strides[1],
+                parts_ptr=table[run.partial, DQ_PTR],
             )
     if dq is not None:
         found["q"] = dq
@@ -319,61 +311,6 @@ def _rooms(p: Problem) -> tuple[tuple[int, int, int], NDArray[np.int64] | None]:
         return (p.B, p.Hkv, -(-p.Nk // KEY_ROOM) * KEY_ROOM), None
     ends = np.cumsum(-(-p.kv_lens // KEY_ROOM) * KEY_ROOM)
     return (1, p.Hkv, int(ends[-1]) if p.B else 0), np.concatenate([[0], ends[:-1]])
-
-
-def _runs(
-    p: Problem,
-    n_splits: NDArray[np.int64],
-    head_bytes: NDArray[np.int64],
-    items_apart: bool,
-    heads_apart: bool,
-) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-    """Yield what runs together: items, and the first and the end of their key heads.
-
-    As many as `MOST_PARTIALS` has room for, of `head_bytes` for each key head of an item; of what
-    is apart one at a time. Those whose tasks take longest come first.
-    """
-    work = p.q_lens * p.kv_lens
-    order = np.argsort(-(work // n_splits), kind="stable")
-    order = order[work[order] > 0] if p.Hq else order[:0]
-    begin, taken = 0, 0
-    for n, size in enumerate((head_bytes[order] * p.Hkv).tolist()):
-        if begin < n and (items_apart or heads_apart or taken + size > MOST_PARTIALS):
-            yield order[begin:n], 0, p.Hkv
-            begin, taken = n, 0
-        taken += size
-        if heads_apart or size > MOST_PARTIALS:
-            at_once = 1 if heads_apart else max(1, MOST_PARTIALS * p.Hkv // size)
-            for first in range(0, p.Hkv, at_once):
-                yield order[n : n + 1], first, min(first + at_once, p.Hkv)
-            begin, taken = n + 1, 0
-    if begin < len(order):
-        yield order[begin:], 0, p.Hkv
-
-
-def _room_of_dq(
-    p: Problem,
-    dq: NDArray[Any],
-    items: NDArray[np.int64],
-    first: int,
-    heads: int,
-    head_bytes: NDArray[np.int64],
-) -> tuple[NDArray[Any] | None, dict[str, Any]]:
-    """Return memory for the partial dq of a run, and where that of each item lies.
-
-    That is ``(splits, heads, rows, D)`` for each item, and the gradient itself of those with one.
-    """
-    sizes = head_bytes[items] * heads
-    ends = np.cumsum(sizes)
-    partials = np.zeros(int(ends[-1]) // p.compute.itemsize, p.compute) if ends[-1] else None
-    itself = first_rows(dq, items, p.q_starts) + first * p.group * dq.strides[1]
-    head = p.q_lens[items] * p.D * p.compute.itemsize
-    where = {
-        "dq_ptr": np.where(sizes, jobs.address(partials) + ends - sizes, itself),
-        "dq_head": np.where(sizes, head, dq.strides[1]),
-        "dq_part": np.where(sizes, head * p.group * heads, 0),
-    }
-    return partials, where
 
 
 def _bias_of_rows(p: Problem, row_sum: NDArray[Any]) -> NDArray[Any]:

@@ -233,6 +233,6 @@ def split_keys(kv_lens: NDArray[np.int64], block_kv: int) -> NDArray[np.int64]:
     They follow from the item's own length, not from its padding.
     """
     blocks = -(-kv_lens // block_kv)
-    splits = np.clip(kv_lens // 1024, 1, 8)
+    splits = np.maximum(1, np.minimum(8, kv_lens // 1024))
     keys: NDArray[np.int64] = np.maximum(1, -(-blocks // splits)) * block_kv
     return keys

@@ -93,21 +93,30 @@ def store(typingctx: Any, address: Any, x: Any) -> Any:
     return types.void(types.int64, x), codegen
 
 
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, which may lie outside any array.
+def _prefetch(locality: int, doc: str) -> Any:
+    @intrinsic
+    def fetch(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            pointer = ir.IntType(8).as_pointer()
+            ty = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+            ask = cgutils.get_or_insert_function(b.module, ty, "llvm.prefetch.p0")
+            b.call(ask, [b.inttoptr(args[0], pointer), I32(0), I32(locality), I32(1)])
+            return context.get_dummy_value()
 
-    It comes to the second-level cache, which has room for more requests at a time than the first.
-    """
+        return types.void(types.int64), codegen
 
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        ty = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        fetch = cgutils.get_or_insert_function(b.module, ty, "llvm.prefetch.p0")
-        b.call(fetch, [b.inttoptr(args[0], pointer), I32(0), I32(2), I32(1)])
-        return context.get_dummy_value()
+    fetch.__doc__ = doc
+    return fetch
 
-    return types.void(types.int64), codegen
+
+prefetch = _prefetch(3, "Ask for the cache line at an address, which may lie outside any array.")
+prefetch_far = _prefetch(
+    2,
+    """Ask for a line as `prefetch` does, to the second-level cache.
+
+    That has room for more requests at a time: more comes while something else is computed.
+    """,
+)
 
 
 @intrinsic
