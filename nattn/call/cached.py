@@ -290,8 +290,8 @@ def build(
     else:
         B, Hkv = q.shape[0], k.shape[2]
         shapes = [(B, Nk, Hkv, x.shape[3]) for x in (k, v)]
-        stand_ins = (np.ndarray(s, q.dtype, bytes(8), strides=(0, 0, 0, 0)) for s in shapes)
-        problem = Problem.build(q, *stand_ins, **more)
+        k0, v0 = (np.ndarray(s, q.dtype, bytes(8), strides=(0, 0, 0, 0)) for s in shapes)
+        problem = Problem.build(q, k0, v0, **more)
         problem.__dict__.update(  # no one else has seen it yet
             k=k.swapaxes(1, 2),
             v=v.swapaxes(1, 2),
