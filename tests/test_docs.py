@@ -38,7 +38,7 @@ PATH = re.compile(r"\b(?:nattn|tests|bench|docs)/(?:[\w.-]+/)*[\w-]*(?:\.\w+)?")
 EXAMPLES = {
     "README.md": 8,
     "index.md": 4,
-    "start.md": 17,
+    "start.md": 24,
     "arrays.md": 8,
     "functions.md": 20,
     "gradients.md": 12,
