@@ -7,6 +7,7 @@ import subprocess
 from typing import Any
 
 import children
+import instruction_sets
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 
 import nattn
 from nattn.backends.cpu import jobs, launch_decode, tiles
+from nattn.backends.cpu.decode import decode_worker
 from nattn.call.problem import Problem
 from nattn.functions import masks
+from nattn.vectors.lanes import Tile
 
 SPLIT = launch_decode.BLOCK_KV * launch_decode.BLOCKS_PER_SPLIT
 """Keys of a split, where an item has few."""
@@ -119,6 +122,23 @@ def test_shapes_and_strides(
     elif strided == "reversed":
         k, v = (x[:, :, ::-1] for x in (k, v))
     check("cpu", q, k, v, causal=causal, window_size=(left, None))
+
+
+@pytest.mark.skipif(not tiles.cpu().fma, reason="a multiply-add is two instructions")
+@pytest.mark.skipif(not instruction_sets.is_x86(), reason="x86 assembly")
+@pytest.mark.parametrize("rows", [1, 4])
+def test_products_stay_in_registers(rows: int) -> None:
+    plan = launch_decode.plan_decode("float32", "float32", 1, 1, 64, 64, rows)
+    wide = tiles.decode_tile("float32", rows)
+    asm = decode_worker.inspect_asm(plan.tile, wide, Tile("float32", wide.W, 1, 1))
+    found = [
+        loop
+        for loop in instruction_sets.innermost_loops(str(asm))
+        if instruction_sets.count(loop, "^vfmadd") >= wide.MV * wide.NR
+    ]
+    assert len(found) >= 2  # with keys and with values
+    for loop in found:
+        assert instruction_sets.count(loop, r"\(%[er]sp") == 0, loop
 
 
 # What bits depend on

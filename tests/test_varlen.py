@@ -294,7 +294,7 @@ def test_the_number_of_threads_changes_no_bit(
     p = pack([400, 3, 170, 60], [500, 300, 170, 0])
     expected = run(p, causal=True)
     monkeypatch.setattr(jobs, "thread_count", lambda: n_threads)
-    monkeypatch.setattr(launch, "TINY", 0.0)
+    monkeypatch.setattr(jobs, "TINY", 0.0)
     for x, y in zip(run(p, causal=True), expected, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -489,7 +489,7 @@ def test_the_number_of_threads_changes_no_bit_of_gradients(
     wrt = ("q", "k", "v", "alibi_slopes")
     expected = run_back(p, wrt, **options)
     monkeypatch.setattr(jobs, "thread_count", lambda: n_threads)
-    monkeypatch.setattr(launch_backward, "TINY", 0.0)
+    monkeypatch.setattr(jobs, "TINY", 0.0)
     for x, y in zip(run_back(p, wrt, **options), expected, strict=True):
         np.testing.assert_array_equal(x, y)
 

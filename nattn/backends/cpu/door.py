@@ -18,6 +18,7 @@ from .gelu import gelu
 from .jobs import thread_count
 from .launch import forward
 from .launch_backward import backward
+from .launch_decode import plan_decode
 from .looking import observe
 from .peak import fma_peak, multiply_add, read_memory
 from .rotary import rotate
@@ -106,6 +107,8 @@ def warmup(dtypes: tuple[str, ...] = ("float32", "float64")) -> None:
             forward_worker(tile)
             for storage in ("bool", dtype):
                 score.add_operand(tile, storage, SIZES[storage])
+        for rows in (1, 4):
+            plan_decode(dtype, dtype, 1, 1, 64, 64, rows)
         for name, function in bound:
             tree = binding.resolve(name, function, parameters[name])
             score.user_function(name, tree, wide, 0, packed=False)

@@ -49,6 +49,9 @@ from ...call.progress import Progress
 from ...vectors.lanes import Struct, atomic_add, atomic_or, view
 from .jit import device
 
+TINY = 5e6
+"""Floating-point operations up to which the calling thread is done before another had begun."""
+
 SHORT = 5e9
 """Floating-point operations up to which the calling thread works itself instead of waiting: it
 cannot be interrupted for some hundredths of a second, and one thread less has to be woken."""

@@ -21,9 +21,6 @@ from .tables import NO_TABLE, make_table, table_fields
 from .visibility import visible
 from .workspace import Image, common_areas, image
 
-TINY = 5e6
-"""Floating-point operations up to which the calling thread is done before another had begun."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -297,7 +294,7 @@ def attend(
         every = slice(None) if items is None else items
         pairs = p.Hq * int(p.q_lens[every] @ p.kv_lens[every])
     flops = float(pairs) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
-    n_threads = 1 if flops < TINY else jobs.thread_count()
+    n_threads = 1 if flops < jobs.TINY else jobs.thread_count()
     chosen = plan(p.storage, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, n_threads, apart)
     if rows is not None:
         chosen = chosen.of_rows(rows, n_threads)

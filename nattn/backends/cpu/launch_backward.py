@@ -15,7 +15,7 @@ from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
 from .arrays import NOWHERE, strided
 from .backward import ARGS, PLAN, TILE, WORK, backward_worker
-from .launch import TINY, forward
+from .launch import forward
 from .schedule import DQ_PTR, Sizes, schedule
 from .tables import table_fields
 from .totals import add_up, first_rows
@@ -158,6 +158,8 @@ def backward(
     forward pass comes first, and what it finds takes its place.
     """
     p = problem
+    if out.dtype != p.compute and wrt <= {"v"}:
+        out = out.astype(p.compute)  # which does not matter to dv
     if out.dtype != p.compute:
         out = _unrounded(p, out, lse, None if progress is None else part_of(progress, 0.0, 2 / 7))
         progress = None if progress is None else part_of(progress, 2 / 7, 1.0)
@@ -248,7 +250,7 @@ def backward(
             ARGS,
             fields | {"tasks": table_fields(table)},
             n_tasks=run.n_tasks,
-            n_threads=1 if flops < TINY else jobs.thread_count(),
+            n_threads=1 if flops < jobs.TINY else jobs.thread_count(),
             scratch_bytes=plan.image.n_bytes,
             flops=flops,
             keepalive=(keepalive, dq, partials, table, plan, functions),

@@ -20,9 +20,6 @@ from .tables import table_fields
 from .visibility import visible
 from .workspace import Image, common_areas, image
 
-TINY = 5e6
-"""Floating-point operations up to which the calling thread is done before another had begun."""
-
 FLOPS_PER_BYTE = 20.0
 """How many operations take the time in which a byte comes from memory."""
 
@@ -204,7 +201,7 @@ def decode(
         ARGS,
         fields,
         n_tasks=n_tasks,
-        n_threads=1 if flops < TINY else jobs.thread_count(),
+        n_threads=1 if flops < jobs.TINY else jobs.thread_count(),
         scratch_bytes=chosen.image.n_bytes,
         flops=flops,
         keepalive=(p, out, lse, exact, chosen, functions, table, states, done),
