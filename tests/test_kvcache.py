@@ -92,6 +92,24 @@ def test_a_call(kind: str, int8: bool, dtype: Any, backend: str) -> None:
         check(result, q, f.k, f.v, int8=int8, causal=True)
 
 
+@KINDS
+@INT8
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=lambda x: np.dtype(x).name)
+def test_prompts_beside_single_queries(kind: str, int8: bool, dtype: Any) -> None:
+    """Items with more rows than are decoded take keys in one piece, others where they lie."""
+    f = Fixture([37, 5, 40], kind=kind, int8=int8, dtype=dtype, Dv=8)
+    q = normal(3, 37, 4, 16, dtype=dtype, seed=9)
+    lens = [37, 1, 20]
+    result = f(q, causal=True, return_lse=True, q_lens=lens)
+    check(result, q, f.k, f.v, int8=int8, causal=True, q_lens=lens)
+    own = slice(1, 2)
+    pools = ("k_scales", "v_scales") if kind == "paged" else ()
+    more = {name: x if name in pools else x[own] for name, x in f.more.items()}
+    cache = f.cache if kind == "paged" else [x[own] for x in f.cache]
+    alone = nattn.attention_with_kvcache(q[own, :1], *cache, cache_seqlens=[5], causal=True, **more)
+    np.testing.assert_array_equal(alone[0], result[0][1, :1])
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5, "scale": 0.4},
     "window": {"window_size": (4, 0)},
