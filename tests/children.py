@@ -10,6 +10,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -200,6 +201,8 @@ def process_pool(method: str) -> None:
 
 def interrupt() -> None:
     """Be interrupted in a call that would take far longer than any test; then call again."""
+    # a shell lets what it starts in the background ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     layer()
     n = 1 << 21
     x = np.broadcast_to(np.ones((1, 1, 1, 64), np.float32), (1, 1, n, 64))
