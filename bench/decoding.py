@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nattn
+from nattn.applications.measure import interleave, timed
 from nattn.backends import load
 from nattn.vectors.dtypes import storage_dtype
 
@@ -43,15 +43,8 @@ CASES = [
 
 def medians(runs: dict[str, Run], rounds: int = ROUNDS) -> dict[str, float]:
     """Return the median time of each, in seconds."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - begin)
-    return {name: float(np.median(x)) for name, x in times.items()}
+    samples = interleave({name: timed(run) for name, run in runs.items()}, rounds)
+    return {name: samples.median(name) for name in runs}
 
 
 def arrays(
@@ -161,7 +154,7 @@ def call() -> None:
     """Print the time of a warm call on 128 keys."""
     for Hq, Hkv in ((1, 1), (32, 8), (32, 32)):
         q, k, v = arrays(1, Hq, Hkv, 128, "float32", 1)
-        found = medians({"": lambda q=q, k=k, v=v: nattn.attention(q, k, v)}, 2001)  # type: ignore[misc]
+        found = medians({"": lambda q=q, k=k, v=v: nattn.attention(q, k, v)}, 101)  # type: ignore[misc]
         print(f"128 keys, {Hq} heads on {Hkv}: {found[''] * 1e6:.0f} us")
 
 

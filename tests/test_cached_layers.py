@@ -58,7 +58,7 @@ def test_pieces(name: str, kind: str) -> None:
     whole = layer(x, causal=True)
     for sizes in ([13], [1] * 13, [6, 1, 1, 5]):
         out = in_pieces(layer, x, cache_of(kind), sizes, causal=True)
-        np.testing.assert_allclose(out, whole, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(out, whole, rtol=1e-11, atol=1e-12, equal_nan=False)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -68,7 +68,8 @@ def test_dtypes(dtype: Any) -> None:
     out = in_pieces(layer, x, cache_of("paged", dtype=dtype), [6, 1, 6], causal=True)
     assert out.dtype == whole.dtype
     unit = 2.0**-8 if dtype == ml_dtypes.bfloat16 else float(np.finfo(dtype).eps)
-    np.testing.assert_allclose(out.astype("f8"), whole.astype("f8"), rtol=8 * unit, atol=8 * unit)
+    wide, expected = out.astype("f8"), whole.astype("f8")
+    np.testing.assert_allclose(wide, expected, rtol=8 * unit, atol=8 * unit, equal_nan=False)
 
 
 def test_a_window() -> None:
@@ -76,7 +77,7 @@ def test_a_window() -> None:
     whole = layer(x, window_size=(5, 0))
     cache = nattn.KVCache(2, HKV, HD, dtype=np.float64, window=5)
     out = in_pieces(layer, x, cache, [10, *[1] * 20, 4, 6], causal=True)
-    np.testing.assert_allclose(out, whole, rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(out, whole, rtol=1e-11, atol=1e-12, equal_nan=False)
     assert cache.capacity == 15
 
 
@@ -91,8 +92,10 @@ def test_items_of_their_own_lengths() -> None:
         then = layer(np.stack([x[0, 6:9], x[1, 2:5]]), cache=cache, causal=True)
         for b, (n, m) in enumerate(((6, 9), (2, 5))):
             whole = layer(x[b, :m], causal=True)
-            np.testing.assert_allclose(first[b, :n], whole[:n], rtol=1e-11, atol=1e-12)
-            np.testing.assert_allclose(then[b], whole[n:], rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(
+                first[b, :n], whole[:n], rtol=1e-11, atol=1e-12, equal_nan=False
+            )
+            np.testing.assert_allclose(then[b], whole[n:], rtol=1e-11, atol=1e-12, equal_nan=False)
 
 
 def test_8_bits() -> None:
@@ -114,7 +117,7 @@ def test_one_item_out_and_nothing() -> None:
     result, lse = layer(x, cache=cache, causal=True, out=out, return_lse=True)
     assert result is out
     assert lse.shape == (HEADS, 5)
-    np.testing.assert_allclose(out, layer(x, causal=True), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(out, layer(x, causal=True), rtol=1e-11, atol=1e-12, equal_nan=False)
     assert layer(x[:0], cache=cache).shape == (0, D_MODEL)
     assert cache.lengths.tolist() == [5]
     assert layer(np.zeros((0, 3, D_MODEL)), cache=cache_of("contiguous", 0)).shape == (
@@ -164,6 +167,8 @@ def test_dynamic_scaling_ends_where_it_begins() -> None:
     )
     x, cache = normal(1, 9, D_MODEL, dtype=np.float64), nattn.KVCache(1, HEADS, HD, dtype="float64")
     out = in_pieces(layer, x[:, :8], cache, [5, 3], causal=True)
-    np.testing.assert_allclose(out, layer(x[:, :8], causal=True), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(
+        out, layer(x[:, :8], causal=True), rtol=1e-11, atol=1e-12, equal_nan=False
+    )
     with pytest.raises(ValueError, match="at most 8 positions"):
         layer(x[:, 8:], cache=cache, causal=True)

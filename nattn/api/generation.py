@@ -159,7 +159,7 @@ def attention_with_kvcache(
     problem = cached.build(q, store, lengths, pages, args, **others)
     if new is None or n_new == 0:
         return _attend(problem, return_lse, out, backend)
-    at = cached.places(store, pages, before, n_new)
+    at = cached.places(pages, before, n_new)
     if paged:
         cached.check_apart(at, page_size)
     rows = cached.rows_to_store(*new, store.quantised)

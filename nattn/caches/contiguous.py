@@ -107,30 +107,6 @@ class KVCache(Cache):
         """How many keys of a sequence there is room for."""
         return int(self._store.k.shape[1])
 
-    @property
-    def k(self) -> NDArray[Any]:
-        """The arrays' view ``(batch, capacity, Hkv, D)`` of keys, until the cache grows.
-
-        Key ``j`` is row ``j``, or row ``j % capacity`` with a window. Codes of `quantize` are
-        int8.
-        """
-        return self._store.k
-
-    @property
-    def v(self) -> NDArray[Any]:
-        """The same of values, ``(batch, capacity, Hkv, Dv)``."""
-        return self._store.v
-
-    @property
-    def k_scales(self) -> NDArray[np.float32] | None:
-        """Scales of keys in int8, ``(batch, capacity, Hkv)``."""
-        return self._store.k_scales
-
-    @property
-    def v_scales(self) -> NDArray[np.float32] | None:
-        """Scales of values in int8, ``(batch, capacity, Hkv)``."""
-        return self._store.v_scales
-
     def append(self, k_new: ArrayLike, v_new: ArrayLike, lens: Integers | None = None) -> None:
         """Add keys and values behind those that are there.
 
@@ -147,10 +123,7 @@ class KVCache(Cache):
         rows = self._stored(k, v, real)
         new = self._lengths + lens
         store = self._with_room(int(new.max(initial=0)), int(lens.max(initial=0)))
-        at = self._lengths[:, None] + np.arange(n)
-        items = np.broadcast_to(np.arange(self.batch)[:, None], at.shape)
-        if real is not None:
-            at, items = at[real], items[real]
+        items, at = cached.places(None, self._lengths, n, real)
         self._store = store
         store.write((items, at % self.capacity), rows)
         self._lengths = new

@@ -144,26 +144,6 @@ class PagedKVCache(Cache):
         """The sequences that are there, in the order in which they were made."""
         return list(self._sequences)
 
-    @property
-    def k(self) -> NDArray[Any]:
-        """Keys, ``(pages, page_size, Hkv, D)``, until the pool grows; int8 with `quantize`."""
-        return self._store.k
-
-    @property
-    def v(self) -> NDArray[Any]:
-        """Values, ``(pages, page_size, Hkv, Dv)``."""
-        return self._store.v
-
-    @property
-    def k_scales(self) -> NDArray[np.float32] | None:
-        """Scales of keys in int8, ``(pages, page_size, Hkv)``."""
-        return self._store.k_scales
-
-    @property
-    def v_scales(self) -> NDArray[np.float32] | None:
-        """Scales of values in int8, ``(pages, page_size, Hkv)``."""
-        return self._store.v_scales
-
     def lengths(self, seq_ids: SeqIds) -> NDArray[np.int64]:
         """Return how many keys sequences have.
 
@@ -291,12 +271,8 @@ class PagedKVCache(Cache):
             self._copy_last(x)
         for x, count in zip(found, takes, strict=True):
             x.add([self._take() for _ in range(count)])
-        table = self.block_table(seq_ids)
-        at = np.array([x.length for x in found], np.int64)[:, None] + np.arange(n)
-        items = np.broadcast_to(np.arange(len(found))[:, None], at.shape)
-        if real is not None:
-            at, items = at[real], items[real]
-        self._store.write((table[items, at // self.page_size], at % self.page_size), rows)
+        pages = Pages(self.block_table(seq_ids), self.page_size)
+        self._store.write(cached.places(pages, self.lengths(seq_ids), n, real), rows)
         for x, count in zip(found, lens.tolist(), strict=True):
             x.length += count
 

@@ -44,6 +44,30 @@ class Cache:
         """Bytes of the arrays, whether they are full or not."""
         return sum(x.nbytes for x in self._store if x is not None)
 
+    @property
+    def k(self) -> NDArray[Any]:
+        """A view of the keys, until the arrays grow; with `quantize` their int8 codes.
+
+        In one piece it is ``(batch, capacity, Hkv, D)``, and key ``j`` is row ``j``, or row
+        ``j % capacity`` with a window; of a pool ``(pages, page_size, Hkv, D)``.
+        """
+        return self._store.k
+
+    @property
+    def v(self) -> NDArray[Any]:
+        """The same of values, with ``Dv`` columns."""
+        return self._store.v
+
+    @property
+    def k_scales(self) -> NDArray[np.float32] | None:
+        """Scales of keys in int8: of the shape of `k` without the last axis."""
+        return self._store.k_scales
+
+    @property
+    def v_scales(self) -> NDArray[np.float32] | None:
+        """Scales of values in int8."""
+        return self._store.v_scales
+
     # What is given to a cache
 
     def _rows(

@@ -226,14 +226,22 @@ def check_writable(store: Store, others: dict[str, NDArray[Any] | None]) -> None
         seen[name] = x
 
 
-def places(store: Store, pages: Pages | None, begins: NDArray[np.int64], n: int) -> Place:
-    """Return where n keys of each item go, after so many others: two arrays ``(B, n)``."""
+def places(
+    pages: Pages | None,
+    begins: NDArray[np.int64],
+    n: int,
+    real: NDArray[np.bool_] | None = None,
+) -> Place:
+    """Return where n keys of each item go, after so many others.
+
+    That is two arrays ``(B, n)`` or, of the keys that are `real` alone, of one axis.
+    """
     at = begins[:, None] + np.arange(n)
     items = np.broadcast_to(np.arange(len(begins))[:, None], at.shape)
-    if pages is None:
+    if real is not None:
+        items, at = items[real], at[real]
+    if pages is None or at.size == 0:
         return items, at
-    if at.size == 0:
-        return at, at
     return pages.table[items, at // pages.page_size], at % pages.page_size
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...call.problem import Problem
 from ...vectors.lanes import Struct, read_int64
 from .jit import device
 
@@ -23,6 +24,20 @@ NOWHERE = (0,) * len(STRIDED.names)
 def strided(array: NDArray[Any], starts: NDArray[np.int64] | None = None) -> tuple[int, ...]:
     """Return the fields of `STRIDED` for a 4-D array, of which `starts` says where items begin."""
     return (array.ctypes.data, *array.strides, 0 if starts is None else starts.ctypes.data)
+
+
+def forward_arrays(
+    p: Problem, out: NDArray[Any], lse: NDArray[Any], exact: NDArray[Any] | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the fields of the arrays that a forward pass reads and writes."""
+    return {
+        "q": strided(p.q, p.q_starts),
+        "k": strided(p.k, p.kv_starts),
+        "v": strided(p.v, p.kv_starts),
+        "out": strided(out, p.q_starts),
+        "lse": strided(lse[..., None], p.q_starts),
+        "exact": NOWHERE if exact is None else strided(exact, p.q_starts),
+    }
 
 
 @device

@@ -39,19 +39,17 @@ from .decode_steps import (
     clear_state,
     copy_chunk,
     dot_chunk,
-    finite_rows,
     hide_outside,
     merge_splits,
-    pack_queries,
     read_scales,
     scale_rows,
-    scale_visible,
     softmax_rows,
     turn,
     turn_back,
 )
 from .jit import kernel
 from .jobs import enter, job_record, leave, stopped, take_task
+from .packing import finite, pack_rows
 from .score import FUNCTIONS, apply
 from .tables import TABLE, find_task
 from .visibility import (
@@ -123,9 +121,10 @@ WORK = Struct(
 
 TILE = Struct(
     "DecodeTile",
-    # queries [row][padded_D]; sums for each row, one for each lane of a vector; for the task at
-    # hand: addresses of the outputs [row][padded_Dv] and of the running maxima
-    (*OF_A_TILE, "queries_ptr", "row_sums_ptr", "acc_ptr", "row_max_ptr"),
+    # rows, completed to NR; queries [row][padded_D]; sums for each row, one for each lane of a
+    # vector; for the task at hand: addresses of the outputs [row][padded_Dv] and of the running
+    # maxima
+    (*OF_A_TILE, "rows", "queries_ptr", "row_sums_ptr", "acc_ptr", "row_max_ptr"),
 )
 """A tile of query rows and its running state."""
 
@@ -137,7 +136,7 @@ def decode_worker(tile, wide, cached):
     Parameters
     ----------
     tile : Tile
-        One vector of query rows; of its storage are q and out.
+        One vector of query rows, and no pairs; of its storage are q and out.
     wide : Tile
         The register tiles: dot products of its NR rows with as many keys as make a vector; outer
         products of NR rows with MV vectors of columns.
@@ -193,10 +192,10 @@ def decode_worker(tile, wide, cached):
                 find_ranges(tile, a.visible, a.Nk, context, t)
                 find_block_rows(a.visible.blocks, b, t)
                 t.lo, t.hi = max(t.lo, split_lo), min(t.hi, split_hi)
+                t.rows = (t.n_valid + nr - 1) // nr * nr
                 if t.lo < t.hi:
                     lo, hi = min(lo, t.lo), max(hi, t.hi)
-                    rows = (t.n_valid + nr - 1) // nr * nr
-                    pack_queries(tile, context, a.q, plan.D, padded_D, a.scale, rows, t)
+                    pack_rows(tile, context, a.q, plan.D, padded_D, a.scale, t.rows, t.queries_ptr)
                 t.acc_ptr = state + n * width * padded_Dv * size
                 t.row_max_ptr = state + plan.most_rows * padded_Dv * size + n * vector
 
@@ -204,7 +203,7 @@ def decode_worker(tile, wide, cached):
             while True:
                 for n in range(n_tiles):
                     t = view(TILE, w.tiles_ptr + n * tile_size)
-                    clear_state(tile, t, (t.n_valid + nr - 1) // nr * nr, padded_Dv)
+                    clear_state(tile, t, padded_Dv)
                 for n0 in range(lo // block_kv * block_kv, hi, block_kv):
                     if stopped(a.job_ptr):
                         break
@@ -236,7 +235,7 @@ def decode_worker(tile, wide, cached):
                         begin, end = t.begin, t.end
                         if begin >= end:
                             continue
-                        rows = (t.n_valid + nr - 1) // nr * nr
+                        rows = t.rows
                         # For many rows a chunk is converted once.
                         direct = not converts or rows <= 2 * nr
                         for c in range(begin // CHUNK * CHUNK, end, CHUNK):
@@ -297,6 +296,7 @@ def decode_worker(tile, wide, cached):
                                 first - n0,
                                 last - n0,
                                 w.k_scales_ptr,
+                                False,
                             )
                         mixed_begin, mixed = t.mixed_begin, t.mixed_end - t.mixed_begin
                         if a.score_functions.count or mixed > 0 or a.prob_functions.count:
@@ -323,7 +323,7 @@ def decode_worker(tile, wide, cached):
                             apply(a.prob_functions, at, 0, address_of(context))
                             turn_back(tile, w, t.n_valid, first - n0, last - n0)
                         if scaled:
-                            scale_visible(
+                            scale_rows(
                                 tile,
                                 w.scores_ptr,
                                 line,
@@ -331,6 +331,7 @@ def decode_worker(tile, wide, cached):
                                 first - n0,
                                 last - n0,
                                 w.v_scales_ptr,
+                                True,
                             )
 
                         for c in range(begin // CHUNK * CHUNK, end, CHUNK):
@@ -394,14 +395,12 @@ def decode_worker(tile, wide, cached):
                                 )
                 if skip_hidden or stopped(a.job_ptr):
                     break
-                skip_hidden = True
                 for n in range(n_tiles):
                     t = view(TILE, w.tiles_ptr + n * tile_size)
-                    if not finite_rows(tile, t.acc_ptr, t.n_valid * padded_Dv):
-                        skip_hidden = False
-                if skip_hidden:
+                    if not finite(tile, t.acc_ptr, t.n_valid * padded_Dv):
+                        skip_hidden = True
+                if not skip_hidden:
                     break
-                skip_hidden = True
 
             for n in range(n_tiles):
                 t = view(TILE, w.tiles_ptr + n * tile_size)

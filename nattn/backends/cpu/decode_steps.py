@@ -34,7 +34,7 @@ from ...vectors.lanes import (
 )
 from .arrays import lie_together, row_at, rows_of
 from .jit import device
-from .packing import copy_row, row_of
+from .packing import copy_row
 from .softmax import LOG2E, is_hidden
 
 CHUNK = 16
@@ -42,23 +42,10 @@ CHUNK = 16
 
 
 @device
-def pack_queries(tile, context, array, depth, width, scale, rows, t):
-    """Copy rows of a tile, times the scale, completed with 0; past the last row it repeats."""
-    size, source = tile.itemsize, rows_of(array, context.batch, 0)
-    factor = splat(tile, scale)
-    for lane in range(rows):
-        to = t.queries_ptr + lane * width * size
-        at = row_of(context, array, source, lane)
-        copy_row(tile, at, array.stride_d, depth, width, to)
-        for d in range(0, width, tile.W):
-            store(to + d * size, load(tile, to + d * size) * factor)
-
-
-@device
-def clear_state(tile, t, rows, padded_Dv):
+def clear_state(tile, t, padded_Dv):
     """Set a tile's running state to that of no key at all."""
     size, width = tile.itemsize, tile.W
-    for n in range(0, rows * padded_Dv, width):
+    for n in range(0, t.rows * padded_Dv, width):
         store(t.acc_ptr + n * size, splat(tile, 0.0))
     for n in range(width):
         store(t.row_sums_ptr + n * width * size, splat(tile, 0.0))
@@ -136,26 +123,18 @@ def dot_chunk(wide, source, queries, depth, rows, keys, next_key, dest, line, ah
 
 
 @device
-def scale_rows(tile, scores, line, rows, begin, end, factors):
-    """Multiply the scores of each key by its factor."""
+def scale_rows(tile, rows_ptr, line, rows, begin, end, factors, keeps_hidden):
+    """Multiply what each key has in rows by its factor; if so asked, but what is hidden (-0.0)."""
     size = tile.itemsize
     for n in range(begin, end, tile.W):
         factor = load(tile, factors + n * size)
         for r in range(rows):
-            at = scores + r * line + n * size
-            store(at, load(tile, at) * factor)
-
-
-@device
-def scale_visible(tile, probs, line, rows, begin, end, factors):
-    """Multiply probabilities by factors; that of a hidden key stays as it is."""
-    size = tile.itemsize
-    for n in range(begin, end, tile.W):
-        factor = load(tile, factors + n * size)
-        for r in range(rows):
-            at = probs + r * line + n * size
-            p = load_old(tile, at)
-            store(at, np.where(is_hidden(p), p, p * factor))
+            at = rows_ptr + r * line + n * size
+            x = load_old(tile, at)
+            scaled = x * factor
+            if keeps_hidden:
+                scaled = np.where(is_hidden(x), x, scaled)
+            store(at, scaled)
 
 
 @device
@@ -253,18 +232,6 @@ def add_chunk(
                     v = first + n * next_v
                     acc = add_outer_stored(wide, source, acc, v, p + n * size, line)
             add_tile(wide, acc, acc_ptr + r * next_acc + column * size, next_acc, 1.0)
-
-
-@device
-def finite_rows(tile, at, count):
-    """Return whether all of the numbers, whole vectors of them, are finite."""
-    test = splat(tile, 0.0)
-    for n in range(0, count, tile.W):
-        test += load(tile, at + n * tile.itemsize) * 0.0
-    total = 0.0
-    for lane in range(tile.W):
-        total += lane_of(tile, test, lane)
-    return total == 0.0
 
 
 @device

@@ -37,8 +37,8 @@ def load_tile(tile, a, plan, w, context, t, n):
     pack_transposed(tile, context, a.dout, plan.Dv, 1.0, t.douts_ptr)
     query_rows = w.query_rows_ptr + n * words * padded_D * size
     dout_rows = w.dout_rows_ptr + n * words * padded_Dv * size
-    pack_rows(tile, context, a.q, plan.D, padded_D, a.scale, query_rows)
-    pack_rows(tile, context, a.dout, plan.Dv, padded_Dv, 1.0, dout_rows)
+    pack_rows(tile, context, a.q, plan.D, padded_D, a.scale, tile.lanes, query_rows)
+    pack_rows(tile, context, a.dout, plan.Dv, padded_Dv, 1.0, tile.lanes, dout_rows)
     # Row by row, always in this order: the sum must not depend on how dout and out lie in memory.
     dout, out = item_of(a.dout, context.batch), item_of(a.out, context.batch)
     lses, dlses = item_of(a.lse, context.batch), item_of(a.dlse, context.batch)
@@ -146,22 +146,6 @@ def mark_pairs(tile, probs, dscores, n_keys, hidden):
         store(probs + n * size, np.where(noted, splat(tile, -0.0), p))
         ds = np.where(np.abs(ds) <= least, splat(tile, 0.0), ds)
         store(dscores + n * size, np.where(noted, splat(tile, -0.0), ds))
-
-
-@device
-def finite(tile, at, count):
-    """Return whether all of `count` numbers are finite."""
-    total, n = splat(tile, 0.0), 0
-    while n + tile.W <= count:
-        total += load(tile, at + n * tile.itemsize) * 0.0
-        n += tile.W
-    rest = 0.0
-    while n < count:
-        rest += read(tile, at + n * tile.itemsize) * 0.0
-        n += 1
-    for lane in range(tile.W):
-        rest += lane_of(tile, total, lane)
-    return rest == 0.0
 
 
 @device

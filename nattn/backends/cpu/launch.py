@@ -13,7 +13,7 @@ from ...call.problem import Problem
 from ...call.progress import Progress
 from ...vectors.lanes import Tile
 from . import jobs, score, tile_functions, tiles
-from .arrays import NOWHERE, strided
+from .arrays import forward_arrays
 from .forward import ARGS, ITEM, PLAN, TILE, WORK, forward_worker
 from .launch_decode import decode, items_of_few_rows
 from .observe import Rows
@@ -285,8 +285,7 @@ def attend(
     probabilities; with `skip_hidden` hidden ones are -0.0.
     """
     # The softmax and each tile function are work, too: some operations for every score.
-    operands = (p.bias is not None) + (p.mask is not None) + len(observers)
-    extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
+    extras = tile_functions.count(p) + len(observers)
     n_rows = p.B * p.Hq * p.Nq if rows is None else rows.n_rows
     apart = p.q_starts is not None or items is not None
     pairs = n_rows * p.Nk
@@ -308,12 +307,7 @@ def attend(
     if extras:
         functions = tile_functions.bind(p, chosen.tile, packed=chosen.packed, observers=observers)
     fields = {
-        "q": strided(p.q, p.q_starts),
-        "k": strided(p.k, p.kv_starts),
-        "v": strided(p.v, p.kv_starts),
-        "out": strided(out, p.q_starts),
-        "lse": strided(lse[..., None], p.q_starts),
-        "exact": NOWHERE if exact is None else strided(exact, p.q_starts),
+        **forward_arrays(p, out, lse, exact),
         "plan_ptr": chosen.ptr,
         "tasks": tasks,
         "visible": visible(p),

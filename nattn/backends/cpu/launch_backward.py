@@ -160,7 +160,7 @@ def backward(
     p = problem
     if out.dtype != p.compute and wrt <= {"v"}:
         out = out.astype(p.compute)  # which does not matter to dv
-    if out.dtype != p.compute:
+    elif out.dtype != p.compute:
         out = _unrounded(p, out, lse, None if progress is None else part_of(progress, 0.0, 2 / 7))
         progress = None if progress is None else part_of(progress, 2 / 7, 1.0)
     found: dict[str, NDArray[Any]] = {}
@@ -240,10 +240,7 @@ def backward(
     for run in runs:
         table = run.table.copy()
         partials = np.zeros(run.room, p.compute) if run.room else None
-        if partials is not None:
-            table[:, DQ_PTR] += np.where(run.partial, partials.ctypes.data, jobs.address(dq))
-        else:
-            table[:, DQ_PTR] += jobs.address(dq)
+        table[:, DQ_PTR] += np.where(run.partial, jobs.address(partials), jobs.address(dq))
         flops = float(p.group * run.pairs) * each
         error_flags = jobs.run_job(
             plan.worker,

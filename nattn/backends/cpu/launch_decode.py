@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from ...call.progress import Progress
 from ...vectors.lanes import Tile
 from ...vectors.storage import SIZES
 from . import jobs, score, tile_functions, tiles
-from .arrays import NOWHERE, strided
+from .arrays import NOWHERE, forward_arrays, strided
 from .decode import ARGS, PLAN, TILE, WORK, decode_worker
 from .decode_steps import CHUNK
 from .tables import table_fields
@@ -68,7 +69,7 @@ def plan_decode(
     rows: int,
 ) -> DecodePlan:
     """Choose tiles and scratch for at most so many rows; compile the kernel if need be."""
-    tile = tiles.choose_tile(storage, 1)
+    tile = replace(tiles.choose_tile(storage, 1), product="fma")
     wide = tiles.decode_tile(storage, rows)
     size, width = tile.itemsize, tile.W
     padded_D, padded_Dv = -(-D // width) * width, -(-Dv // wide.lanes) * wide.lanes
@@ -164,8 +165,7 @@ def decode(
     chosen = plan_decode(p.storage, p.kv_storage, p.Hkv, p.group, p.D, p.Dv, max(1, rows))
     table, n_tasks = task_table(p, items, kv_lens)
     functions = tile_functions.NONE
-    operands = (p.bias is not None) + (p.mask is not None)
-    extras = operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
+    extras = tile_functions.count(p)
     if extras:
         functions = tile_functions.bind(p, chosen.tile, packed=p.group > 1)
     keys = float(sum(kv_lens[b] for b in items)) * p.Hkv
@@ -174,12 +174,7 @@ def decode(
     states = np.empty(n_tasks * chosen.state_bytes, np.uint8)
     done = np.zeros(p.B * p.Hkv, np.int64)
     fields = {
-        "q": strided(p.q, p.q_starts),
-        "k": strided(p.k, p.kv_starts),
-        "v": strided(p.v, p.kv_starts),
-        "out": strided(out, p.q_starts),
-        "lse": strided(lse[..., None], p.q_starts),
-        "exact": NOWHERE if exact is None else strided(exact, p.q_starts),
+        **forward_arrays(p, out, lse, exact),
         "k_scales": NOWHERE if p.k_scales is None else strided(p.k_scales[..., None]),
         "v_scales": NOWHERE if p.v_scales is None else strided(p.v_scales[..., None]),
         "pages": pages(p),

@@ -10,6 +10,7 @@ from ...vectors.lanes import (
     BOTH,
     Struct,
     gather_words,
+    lane_of,
     load,
     load_rows,
     load_stored,
@@ -173,15 +174,15 @@ def pack_transposed(tile, context, array, depth, scale, dest):
 
 
 @device
-def pack_rows(tile, context, array, depth, width, scale, dest):
-    """Write the rows of a tile's lanes as ``[words of lanes][width]``, 0 past `depth`.
+def pack_rows(tile, context, array, depth, width, scale, rows, dest):
+    """Write the rows of a tile's first lanes as ``[words of lanes][width]``, 0 past `depth`.
 
     Floats are multiplied by the scale, as in `pack_transposed`.
     """
     source, size, per = item_of(array, context.batch), tile.itemsize, tile.per_word
     stride_d, stored = array.stride_d, tile.storage_size
     factor = splat(tile, scale)
-    for lane in range(0, tile.lanes, per):
+    for lane in range(0, rows, per):
         at, last = row_of(context, array, source, lane), lane + per - 1
         below = row_of(context, array, source, last)
         to = dest + lane // per * width * size
@@ -209,6 +210,22 @@ def row_of(context, array, source, lane):
     """Return the address of a lane's row."""
     head, i = read_int64(context.heads_ptr + 8 * lane), read_int64(context.rows_ptr + 8 * lane)
     return source + head * array.stride_h + i * array.stride_n
+
+
+@device
+def finite(tile, at, count):
+    """Return whether all of `count` numbers are finite."""
+    total, n = splat(tile, 0.0), 0
+    while n + tile.W <= count:
+        total += load(tile, at + n * tile.itemsize) * 0.0
+        n += tile.W
+    rest = 0.0
+    while n < count:
+        rest += read(tile, at + n * tile.itemsize) * 0.0
+        n += 1
+    for lane in range(tile.W):
+        rest += lane_of(tile, total, lane)
+    return rest == 0.0
 
 
 @device

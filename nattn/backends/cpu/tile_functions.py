@@ -44,6 +44,12 @@ NONE = TileFunctions(
 )
 
 
+def count(p: Problem) -> int:
+    """Return how many functions scores and probabilities go through; dropout takes time for two."""
+    operands = (p.bias is not None) + (p.mask is not None)
+    return operands + len(p.score_mods) + (p.mask_mod is not None) + 2 * (p.dropout_p > 0)
+
+
 def bind(
     p: Problem,
     tile: Tile,

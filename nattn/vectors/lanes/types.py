@@ -150,7 +150,7 @@ class Tile:
         Broadcast scalars of the outer product: ``MV * NR`` vectors accumulate in registers.
     storage : str
         What the arrays are stored as that a kernel reads and writes for its caller: "float16",
-        "bfloat16", "float32" or "float64"; by default as `dtype`.
+        "bfloat16", "float32" or "float64", of keys and values also "int8"; by default as `dtype`.
     product : str
         One of `PRODUCTS`. Pairs are of bfloat16 numbers, and computed in float32.
     """
