@@ -195,9 +195,9 @@ def attention(
     which are float64. Nothing is copied but lists and big-endian arrays, and nothing is written
     to. What comes back are new NumPy arrays in native byte order, whatever was passed, or `out`.
     Masked arrays are refused, for their masks would be ignored: pass ``.data``, and what is
-    visible as `mask`. Tensors of torch on the CPU are refused, for a result of another kind would
-    break the chain of its gradients: pass ``.detach().numpy()``, which shares their memory, and
-    ``torch.from_numpy`` takes the result back without a copy.
+    visible as `mask`. Tensors of torch in host memory are taken like NumPy arrays, without a copy,
+    of bfloat16 and with a gradient, too; results are tensors if q is one. Nothing is recorded for
+    torch's own gradients: for that there is `nattn.integrations.torch`.
 
     Arrays on a GPU are tensors of torch (with a gradient, too, which is not recorded), arrays of
     CuPy and Numba, all that have ``__cuda_array_interface__`` and, with the package cuda-core, all
@@ -297,9 +297,11 @@ def _forward(
     exact = results.new_exact(problem) if keeps_exact and door.KEEPS_EXACT else None
     if exact is None:
         door.forward(problem, *views, progress=progress)
-        return new_out, lse, new_out
-    door.forward(problem, *views, exact=exact, progress=progress)
-    return new_out, lse, results.as_given(problem, exact)
+        exact = new_out
+    else:
+        door.forward(problem, *views, exact=exact, progress=progress)
+        exact = results.as_given(problem, exact)
+    return results.returned(problem, new_out), results.returned(problem, lse), exact
 
 
 # Gradients

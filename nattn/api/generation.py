@@ -13,6 +13,7 @@ from ..call.arguments import Arguments
 from ..call.cached import Store
 from ..call.checks import Array, HostArray, Integers, check_flag, show
 from ..call.pages import Pages, check_pages, check_table
+from ..call.tensors import like
 from ..call.validators import check_lengths, check_offset
 from ..vectors import dtypes
 from .functional import _forward
@@ -127,7 +128,7 @@ def attention_with_kvcache(
     True
     """
     cached.check_own(args)
-    q = cached.check_queries(q)
+    given, q = q, cached.check_queries(q)
     paged = block_table is not None
     store = cached.check_store(q, k_cache, v_cache, k_scales, v_scales, paged=paged)
     B, _, _, D = q.shape
@@ -158,7 +159,7 @@ def attention_with_kvcache(
         cached.check_writable(store, {"q": q, **others})
     problem = cached.build(q, store, lengths, pages, args, **others)
     if new is None or n_new == 0:
-        return _attend(problem, return_lse, out, backend)
+        return _attend(given, problem, return_lse, out, backend)
     at = cached.places(pages, before, n_new)
     if paged:
         cached.check_apart(at, page_size)
@@ -170,7 +171,7 @@ def attention_with_kvcache(
     old = store.read(at)
     try:
         store.write(at, rows)
-        return _attend(problem, return_lse, out, backend)
+        return _attend(given, problem, return_lse, out, backend)
     except BaseException:  # an interrupt, or an index of a user's function out of range
         store.write(at, old)
         raise
@@ -188,12 +189,13 @@ def attend(
     **args: Unpack[Arguments],
 ) -> Any:
     """Attend to a cache that is known to be right, as `attention_with_kvcache` does."""
-    problem = cached.build(q, store, lengths, pages, args)
-    return _attend(problem, return_lse, out, backend)
+    problem = cached.build(cached.check_queries(q), store, lengths, pages, args)
+    return _attend(q, problem, return_lse, out, backend)
 
 
-def _attend(problem: Any, return_lse: bool, out: Any, backend: str) -> Any:
+def _attend(q: Any, problem: Any, return_lse: bool, out: Any, backend: str) -> Any:
     out, lse, _ = _forward(problem, out, return_lse, backend)
+    out, lse = like(q, out, lse)
     return (out, lse) if return_lse else out
 
 

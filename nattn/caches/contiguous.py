@@ -192,11 +192,11 @@ class KVCache(Cache):
             For bad input, and if with a window a query would see keys that are written over.
         """
         cached.check_own(args)
-        q = self._queries(q, self.batch)
+        rows = self._queries(q, self.batch).shape[1]
         pages = None
         if self.window is not None:
             args = {**args, "window_size": within(self.window, args)}
-            self._check_window(q.shape[1], args)
+            self._check_window(rows, args)
             pages = self._ring()
         return generation.attend(
             q,

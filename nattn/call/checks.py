@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..vectors import dtypes
-from . import device_arrays
+from . import device_arrays, tensors
 from .device_arrays import CudaArray, DeviceArray, DLPackArray
 from .optional import require
 
@@ -67,10 +67,7 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
     if found is not None:
         return found
     if device_arrays.is_torch(value):
-        raise TypeError(
-            f"{name}: expected a NumPy array, got a torch tensor; pass {name}.detach().numpy(), "
-            "which shares its memory"
-        )
+        return _as_bfloat16(name, tensors.view_of(name, value))
     if _has_dlpack_alone(value):
         return _from_dlpack(name, value)
     try:

@@ -11,6 +11,7 @@ No library for GPUs is imported here before one of its arrays is seen.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -254,7 +255,12 @@ def describe(name: str, value: Any) -> DeviceArray | None:
 
 def is_torch(value: Any) -> bool:
     """Whether something is a torch tensor; torch need not be there to tell."""
-    return any(c.__name__ == "Tensor" and c.__module__ == "torch" for c in type(value).__mro__)
+    return _is_tensor(type(value))
+
+
+@functools.cache
+def _is_tensor(kind: type) -> bool:
+    return any(c.__name__ == "Tensor" and c.__module__ == "torch" for c in kind.__mro__)
 
 
 _OF_TORCH = {"bool", "float16", "bfloat16", "float32", "float64"}

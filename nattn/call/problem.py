@@ -80,6 +80,8 @@ class Problem:
         What is computed in: float64 for float64, else float32; lse, too, and all numbers here.
     allocator : Allocator or None
         Makes results like q, which is on a GPU then; None in host memory.
+    in_torch : bool
+        Whether q is a tensor of torch in host memory, as results then are, too.
     streams : tuple of int
         Handles of the streams that device arrays name as those whose work they wait for.
     group : int
@@ -141,6 +143,7 @@ class Problem:
     storage: str
     compute: np.dtype
     allocator: device_arrays.Allocator | None
+    in_torch: bool
     streams: tuple[int, ...]
     scale: float
     causal: bool
@@ -195,7 +198,9 @@ class Problem:
         """
         args = with_defaults(args, packed=cu_seqlens is not None)
         allocator: device_arrays.Allocator | None = None
+        in_torch = False
         if not (type(q) is type(k) is type(v) is np.ndarray):
+            in_torch = device_arrays.is_torch(q) and not q.is_cuda
             q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
             allocator = device_arrays.allocator_like(q) if type(q) is DeviceArray else None
             check_places({"q": q, "k": k, "v": v})
@@ -296,6 +301,7 @@ class Problem:
             storage=storage,
             compute=compute,
             allocator=allocator,
+            in_torch=in_torch,
             streams=() if allocator is None else streams_of(q, k, v, mask, bias, *bound.values()),
             scale=check_scale(scale, compute),
             causal=causal,

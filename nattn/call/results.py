@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..vectors import dtypes
-from . import device_arrays
+from . import device_arrays, tensors
 from .checks import as_array, overlaps_itself, share_memory, show
 from .device_arrays import DeviceArray
 from .problem import LEARNT, WRT, Problem
@@ -46,6 +46,11 @@ def as_given(problem: Problem, x: NDArray[Any]) -> NDArray[Any]:
     return view if problem.layout != PACKED else view.transpose(1, 0, 2)
 
 
+def returned(problem: Problem, x: Any) -> Any:
+    """Return a result in host memory as a tensor if q is one."""
+    return tensors.as_tensor(x) if problem.in_torch else x
+
+
 def _new(problem: Problem, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     if problem.allocator is None:
         return np.empty(shape, dtype)
@@ -56,7 +61,7 @@ def _new(problem: Problem, shape: tuple[int, ...], dtype: np.dtype) -> Any:
 
 def _seen(problem: Problem, name: str, x: Any) -> Any:
     """Return a NumPy array, or the view of one on a GPU."""
-    return np.asarray(x) if problem.allocator is None else device_arrays.describe(name, x)
+    return as_array(name, x) if problem.allocator is None else device_arrays.describe(name, x)
 
 
 def as_bhnd(problem: Problem, out: Any) -> NDArray[Any]:
@@ -79,6 +84,8 @@ def check_out(problem: Problem, out: Any) -> None:
             raise TypeError(f"out: expected an array on a GPU, as q is, got {show(out)}")
         check_places({"q": problem.q, "out": found})
         out = found
+    elif device_arrays.is_torch(out):
+        out = as_array("out", out)
     if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
         raise TypeError(f"out: expected a NumPy array, got {show(out)}")
     if out.dtype != problem.dtype:  # a dtype of the other byte order differs too
@@ -237,13 +244,13 @@ def gradient_as_given(problem: Problem, name: str, x: NDArray[Any]) -> Any:
     with np.errstate(all="ignore"):  # a narrow dtype may overflow
         if name not in LEARNT:
             x = x.astype(problem.dtype, copy=False)
-            return as_given(problem, x)
+            return returned(problem, as_given(problem, x))
         shape, dtype = problem.given[name]
         if name == "alibi_slopes" and len(shape) == 1:
             x = x.sum(axis=0)
         dtype = dtypes.gradient_dtype(dtype, problem.compute)
         gradient: NDArray[Any] = x.reshape(shape).astype(dtype, copy=False)
-    return gradient
+    return returned(problem, gradient)
 
 
 def _incoming(

@@ -1,0 +1,386 @@
+"""Attention on tensors, whose gradients torch records: eagerly, in torch.func, and compiled.
+
+`_Attention` is what torch's autograd and its function transforms see; a compiler sees the operator
+``nattn::attention`` instead. torch makes a Function of an operator, too, but one that torch.func
+refuses. Both call `_run` and `_run_backward`, which know what the core takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ...api import attention as nattn_attention
+from ...api import attention_backward
+from ...api.functional import _forward
+from ...call.arguments import Arguments
+from ...call.problem import Problem
+from ...call.tensors import as_tensor
+
+LEARNT = ("bias", "sinks", "alibi_slopes")
+_INPUTS = (*LEARNT, "mask", "seed", "q_lens", "kv_lens", "q_offset")
+"""Arguments that are tensors for torch: the first have gradients, and vmap may map all."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What a call depends on beside its tensors; one leaf for torch, which looks into dicts.
+
+    Attributes
+    ----------
+    args : dict
+        Arguments of `nattn.attention`.
+    names : tuple of str
+        What the tensors after q, k and v are: some of `_INPUTS`, in their order.
+    keeps_exact : bool
+        Whether a backward pass may follow, which wants 16-bit outputs as they were computed.
+    wrt : tuple of str
+        In a backward pass, what gradients are wanted of.
+    """
+
+    args: Arguments
+    names: tuple[str, ...]
+    backend: str
+    keeps_exact: bool
+    wrt: tuple[str, ...] = ()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **args: Unpack[Arguments],
+) -> Any:
+    """Do what `nattn.attention` does, on tensors, with torch's gradients.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        As in `nattn.attention`, ``(..., N, D)`` of float16, bfloat16, float32 or float64, in host
+        memory or on a GPU, with any strides; nothing is copied.
+    return_lse : bool, default False
+        Return `lse` too, which has a gradient as well.
+    backend : str, default "auto"
+        As in `nattn.attention`.
+    **args
+        All other arguments of `nattn.attention`. With dropout and without a `seed` one is drawn
+        from torch's generator, so that ``torch.manual_seed`` rules it.
+
+    Returns
+    -------
+    out : Tensor
+        ``(..., Nq, Dv)``. Gradients reach q, k, v, bias, sinks and alibi_slopes.
+    lse : Tensor, only with ``return_lse=True``
+        ``(B, Hq, Nq)``.
+
+    Raises
+    ------
+    ValueError, TypeError, IndexError, NotImplementedError
+        As `nattn.attention` does; NotImplementedError for second derivatives and for forward mode
+        too, and within ``torch.compile`` for arguments that are neither tensors, numbers nor
+        plain functions.
+
+    Notes
+    -----
+    ``torch.func.grad``, ``vmap`` and ``jacrev`` work; a mapped axis is gone through one by one. So
+    does ``torch.compile(fullgraph=True)``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nattn.integrations.torch import attention
+    >>> q = torch.randn(1, 8, 100, 64, requires_grad=True)
+    >>> k, v = torch.randn(2, 1, 2, 100, 64)
+    >>> sinks = torch.zeros(8, requires_grad=True)
+    >>> attention(q, k, v, causal=True, window_size=(20, 0), sinks=sinks).sum().backward()
+    >>> q.grad.shape, sinks.grad.shape
+    (torch.Size([1, 8, 100, 64]), torch.Size([8]))
+    """
+    if args.get("dropout_p") and args.get("seed") is None:
+        args["seed"] = torch.randint(2**63 - 1, ())
+    given: dict[str, Any] = dict(args)
+    if torch.compiler.is_compiling():
+        inputs = [given.pop(x) if isinstance(given.get(x), Tensor) else None for x in _INPUTS]
+        key = _key(backend, tuple(given.items()))
+        out, lse, _ = torch.ops.nattn.attention(q, k, v, *inputs, key)
+    else:
+        names = tuple(x for x in _INPUTS if isinstance(given.get(x), Tensor))
+        inputs = [given.pop(x) for x in names]
+        recorded = _is_recorded(q, k, v, *inputs)
+        call = _Call(given, names, backend, keeps_exact=recorded)  # type: ignore[arg-type]
+        run = _Attention.apply if recorded else _run_alone
+        out, lse, *_ = run(q, k, v, *inputs, call)
+    return (out, lse) if return_lse else out
+
+
+def _is_recorded(*inputs: Tensor) -> bool:
+    """Whether anything of torch looks on: a Function takes 30 microseconds, for nothing if not.
+
+    A Function itself asks in this way whether torch.func is at work.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+    )
+
+
+# What is computed
+
+
+def _arguments(call: _Call, inputs: tuple[Any, ...]) -> Arguments:
+    found: dict[str, Any] = dict(call.args)
+    found.update((n, x) for n, x in zip(call.names, inputs, strict=True) if x is not None)
+    if isinstance(found.get("seed"), Tensor):
+        found["seed"] = int(found["seed"])
+    return found  # type: ignore[return-value]
+
+
+def _run(call: _Call, q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return out, lse and, of 16 bits for a backward pass, perhaps out before it was rounded."""
+    args = _arguments(call, inputs)
+    if not (call.keeps_exact and q.dtype.itemsize == 2):
+        found = nattn_attention(q, k, v, return_lse=True, backend=call.backend, **args)
+        return tuple(found)
+    problem = Problem.build(q, k, v, **args)
+    out, lse, exact = _forward(problem, None, True, call.backend, keeps_exact=True)
+    return (out, lse) if exact is out else (out, lse, as_tensor(exact))
+
+
+def _run_alone(*args: Any) -> tuple[Tensor, ...]:
+    """Do what `_run` does, called as a Function is."""
+    return _run(args[-1], *args[:-1])
+
+
+def _run_backward(
+    call: _Call,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *inputs: Any,
+) -> tuple[Tensor, ...]:
+    """Return a gradient for q, k, v and `LEARNT`, an empty tensor where none is wanted."""
+    found = attention_backward(
+        torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        if dout is None
+        else dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dlse=dlse,
+        wrt=call.wrt,
+        backend=call.backend,
+        **_arguments(call, inputs),
+    )
+    return tuple(q.new_empty(0) if x is None else x for x in found)
+
+
+def _backwards(
+    ctx: Any, names: tuple[str, ...], run: Callable[[tuple[str, ...]], Any]
+) -> tuple[Tensor | None, ...]:
+    """Return a gradient for each input, of those whose names `run` is called with."""
+    inputs = ("q", "k", "v", *names)
+    wrt = tuple(x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed)
+    found = dict(zip(("q", "k", "v", *LEARNT), run(wrt), strict=True))
+    return (*(found[x] if x in wrt else None for x in inputs), None)
+
+
+def _exact_last(tensors: Any, n_outputs: int) -> tuple[Any, ...]:
+    """Return (out, lse, *inputs) of what was saved; out before it was rounded, if that is there."""
+    out, lse, *rest = tensors
+    if n_outputs == 2:
+        return out, lse, *rest
+    exact, *inputs = rest
+    return exact if exact.numel() else out, lse, *inputs
+
+
+# Eager
+
+
+def _one_by_one(function: Any, info: Any, dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    """Apply a function along mapped axes, and stack what it returns."""
+    found = [
+        function.apply(
+            *(x if d is None else x.select(d, n) for x, d in zip(args, dims, strict=True))
+        )
+        for n in range(info.batch_size)
+    ]
+    return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
+
+
+class _Attention(torch.autograd.Function):
+    """(q, k, v, *inputs, call) to (out, lse) or, of 16 bits, (out, lse, exact)."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return _run_alone(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*output, *inputs[:-1])
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.n_outputs = inputs[-1], len(output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
+        saved = _exact_last(ctx.saved_tensors, ctx.n_outputs)
+
+        def run(wrt: tuple[str, ...]) -> Any:
+            return _Backward.apply(dout, dlse, *saved, replace(ctx.call, wrt=wrt))
+
+        return _backwards(ctx, ctx.call.names, run)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(_Attention, info, in_dims, args)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "attention: expected reverse mode, got forward-mode AD, which nattn does not have; use "
+            "torch.func.vjp or jacrev, or torch's own attention with sdpa_kernel(SDPBackend.MATH)"
+        )
+
+
+# torch asks for the signature at each call; found anew that takes 20 microseconds
+_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]
+
+
+class _Backward(torch.autograd.Function):
+    """(dout, dlse, out, lse, q, k, v, *inputs, call) to gradients."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return _run_backward(args[-1], *args[:-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(_ONCE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(_Backward, info, in_dims, args)
+
+
+_ONCE = (
+    "attention: expected one derivative, got a second one (double backward), which nattn does not "
+    "have; use torch's own attention with sdpa_kernel(SDPBackend.MATH)"
+)
+
+
+# Compiled
+
+_calls: dict[str, _Call] = {}
+_NO_KEY = (type(None), bool, int, float, str)
+
+
+@torch.compiler.assume_constant_result
+def _key(backend: str, items: tuple[tuple[str, Any], ...]) -> str:
+    """Remember what a compiled call depends on beside its tensors, and return its name.
+
+    Equal numbers and the same functions have the same name, so that graphs are found again.
+    """
+    parts = [backend]
+    for name, x in items:
+        if callable(x) or isinstance(x, (list, tuple, *_NO_KEY)):
+            parts.append(f"{name}={id(x) if callable(x) else x!r}")
+        else:
+            raise NotImplementedError(
+                f"{name}: expected a tensor, a number or a function within torch.compile, got "
+                f"{type(x).__name__}"
+            )
+    key = " ".join(parts)
+    _calls[key] = _Call(dict(items), _INPUTS, backend, keeps_exact=True)  # type: ignore[arg-type]
+    return key
+
+
+_TENSORS = "Tensor q, Tensor k, Tensor v, " + ", ".join(f"Tensor? {x}" for x in _INPUTS)
+_library = torch.library.Library("nattn", "DEF")
+_library.define(f"attention({_TENSORS}, str call) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, "
+    f"{_TENSORS}, str call, str[] wrt) -> Tensor[]"
+)
+
+
+def _operator(name: str) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        _library.impl(name, function, "CPU")
+        _library.impl(name, function, "CUDA")
+        return function
+
+    return register
+
+
+@_operator("attention")
+def _attention_operator(*args: Any) -> tuple[Tensor, ...]:
+    found = _run(_calls[args[-1]], *args[:-1])
+    return found if len(found) == 3 else (*found, found[1].new_empty(0))
+
+
+@_operator("attention_backward")
+def _backward_operator(*args: Any) -> list[Tensor]:
+    *tensors, key, wrt = args
+    return list(_run_backward(replace(_calls[key], wrt=tuple(wrt)), *tensors))
+
+
+@torch.library.register_fake("nattn::attention", lib=_library)
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    rows = q.shape[:-1]
+    if _calls[rest[-1]].args.get("layout") == "bnhd":
+        rows = (rows[0], rows[2], rows[1])
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    narrow = q.dtype.itemsize == 2 and q.device.type == "cpu"
+    exact = out.to(compute) if narrow else q.new_empty(0, dtype=compute)
+    return out, q.new_empty(rows, dtype=compute), exact
+
+
+@torch.library.register_fake("nattn::attention_backward", lib=_library)
+def _backward_shapes(*args: Any) -> list[Tensor]:
+    *tensors, _, wrt = args
+    q, *_ = tensors[4:]
+    names = ("q", "k", "v", *LEARNT)
+    inputs = dict(zip(names, tensors[4:], strict=False))
+    return [torch.empty_like(inputs[x]) if x in wrt else q.new_empty(0) for x in names]
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.key = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_operator(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
+    saved = _exact_last(ctx.saved_tensors, 3)
+
+    def run(wrt: tuple[str, ...]) -> Any:
+        return torch.ops.nattn.attention_backward(dout, dlse, *saved, ctx.key, list(wrt))
+
+    return _backwards(ctx, _INPUTS, run)
+
+
+torch.library.register_autograd(
+    "nattn::attention", _backward_of_operator, setup_context=_save, lib=_library
+)
