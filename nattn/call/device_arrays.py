@@ -255,7 +255,7 @@ def describe(name: str, value: Any) -> DeviceArray | None:
 
 def is_torch(value: Any) -> bool:
     """Whether something is a torch tensor; torch need not be there to tell."""
-    return _is_tensor(type(value))
+    return _is_tensor(type(value))  # type: ignore[arg-type]  # a class can be hashed
 
 
 @functools.cache

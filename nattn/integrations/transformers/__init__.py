@@ -1,0 +1,19 @@
+"""Attention of transformers' models: ``attn_implementation="nattn"``, computed by nattn.
+
+Nothing of transformers is changed on import; `register` adds a name, which models may then ask for.
+"""
+
+from .attention import attention_forward
+from .masks import LazyMask, lazy_mask
+from .models import Layer, Report, enable, register, report
+
+__all__ = [
+    "Layer",
+    "LazyMask",
+    "Report",
+    "attention_forward",
+    "enable",
+    "lazy_mask",
+    "register",
+    "report",
+]
