@@ -466,3 +466,10 @@ def test_dual_numbers_are_not_lost() -> None:
     with ad.dual_level():
         dual = ad.make_dual(q, torch.ones_like(q))
         _one_derivative(lambda: adapter.attention(dual, k, v))
+
+
+def test_the_core_is_not_compiled() -> None:
+    torch._dynamo.reset()
+    x = gaussian(2, 8, 16)
+    with pytest.raises(Exception, match=r"nattn\.integrations\.torch"):
+        torch.compile(lambda x: nattn.attention(x, x, x), fullgraph=True, backend="eager")(x)

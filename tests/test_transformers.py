@@ -314,7 +314,7 @@ def test_smollm2() -> None:
     assert len(set(found[0])) > 10
 
 
-# The mask, long and compiled, and what is refused
+# The mask, long and compiled, and reports
 
 
 def test_long_prompt_makes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,21 +362,6 @@ def test_gradient_checkpointing() -> None:
             made.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
             found = gradients(made, **inputs)
             assert all(torch.equal(x, expected[name]) for name, x in found.items())
-
-
-def test_enable_refuses_layers_that_never_ask() -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    made = transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=100, **sizes))
-    before = made.config._attn_implementation
-    with pytest.raises(ValueError, match=r"the model itself \(FalconForCausalLM"):
-        adapter.enable(made)
-    assert made.config._attn_implementation == before
-    (row,) = adapter.report(made)
-    assert row.name == "transformer.h.0.self_attention"
-    assert (row.kind, row.runs) == ("FalconAttention", "its own")
-    assert "never asks" in row.reason
-    with pytest.raises(TypeError, match="model: expected a PreTrainedModel, got Linear"):
-        adapter.enable(torch.nn.Linear(2, 2))
 
 
 def test_report() -> None:

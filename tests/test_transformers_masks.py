@@ -123,7 +123,11 @@ def test_unknown_functions_make_a_dense_mask() -> None:
         masking_utils.remap_positions_for_packed_sequence(CAUSAL, PLACES.flip(1)),
         masking_utils.packed_sequence_mask_function(PACKED),
     )
-    for function in (odd, masking_utils.and_masks(CAUSAL, odd), scattered):
+    chunks = masking_utils.and_masks(
+        masking_utils.remap_positions_for_packed_sequence(CHUNKS, PLACES),
+        masking_utils.packed_sequence_mask_function(PACKED),
+    )
+    for function in (odd, masking_utils.and_masks(CAUSAL, odd), scattered, chunks):
         lazy = adapter.lazy_mask(2, 12, 12, mask_function=function)
         args = lazy.arguments()
         expected = masking_utils.sdpa_mask(2, 12, 12, 0, 0, function, allow_is_causal_skip=False)
@@ -163,7 +167,7 @@ def test_masks_are_plain_where_something_is_traced() -> None:
         assert not isinstance(adapter.lazy_mask(2, 12, 12, attention_mask=real), adapter.LazyMask)
 
 
-# The layers' function, without a mask
+# The layers' function without a mask, and what is refused
 
 
 def layer(is_causal: bool = True) -> Any:
@@ -215,3 +219,18 @@ def test_refused_arguments(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: expected None, got .* from Identity"):
         adapter.attention_forward(layer(), *qkv(5, 5), None, **{name: torch.zeros(1)})
     adapter.attention_forward(layer(), *qkv(5, 5), None, **{name: None})
+
+
+def test_enable_refuses_layers_that_never_ask() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    made = transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=100, **sizes))
+    before = made.config._attn_implementation
+    with pytest.raises(ValueError, match=r"the model itself \(FalconForCausalLM"):
+        adapter.enable(made)
+    assert made.config._attn_implementation == before
+    (row,) = adapter.report(made)
+    assert row.name == "transformer.h.0.self_attention"
+    assert (row.kind, row.runs) == ("FalconAttention", "its own")
+    assert "never asks" in row.reason
+    with pytest.raises(TypeError, match="model: expected a PreTrainedModel, got Linear"):
+        adapter.enable(torch.nn.Linear(2, 2))

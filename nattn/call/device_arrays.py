@@ -11,7 +11,6 @@ No library for GPUs is imported here before one of its arrays is seen.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -255,12 +254,16 @@ def describe(name: str, value: Any) -> DeviceArray | None:
 
 def is_torch(value: Any) -> bool:
     """Whether something is a torch tensor; torch need not be there to tell."""
-    return _is_tensor(type(value))  # type: ignore[arg-type]  # a class can be hashed
+    kind = type(value)
+    found = _is_tensor.get(kind)
+    if found is None:
+        found = any(c.__name__ == "Tensor" and c.__module__ == "torch" for c in kind.__mro__)
+        _is_tensor[kind] = found
+    return found
 
 
-@functools.cache
-def _is_tensor(kind: type) -> bool:
-    return any(c.__name__ == "Tensor" and c.__module__ == "torch" for c in kind.__mro__)
+_is_tensor: dict[type, bool] = {}
+"""What is known of types; a dict, for torch's compiler looks into functions that are cached."""
 
 
 _OF_TORCH = {"bool", "float16", "bfloat16", "float32", "float64"}

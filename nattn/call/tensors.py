@@ -25,6 +25,11 @@ def view_of(name: str, tensor: Any) -> NDArray[Any]:
         traces and transforms.
     """
     torch = sys.modules["torch"]
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            f"{name}: expected a tensor outside of torch.compile, got one that is traced; what "
+            "torch compiles are calls of nattn.integrations.torch"
+        )
     try:
         plain = tensor.detach()
         if tensor.dtype is torch.bfloat16:  # which torch does not hand to NumPy

@@ -5,7 +5,16 @@ do not know of it.
 """
 
 from .autograd import attention
+from .flex import flex_attention
 from .provider import register_provider
 from .sdpa import scaled_dot_product_attention, sdpa
+from .translate import translate
 
-__all__ = ["attention", "register_provider", "scaled_dot_product_attention", "sdpa"]
+__all__ = [
+    "attention",
+    "flex_attention",
+    "register_provider",
+    "scaled_dot_product_attention",
+    "sdpa",
+    "translate",
+]
