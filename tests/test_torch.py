@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import subprocess
 import sys
@@ -473,3 +474,16 @@ def test_the_core_is_not_compiled() -> None:
     x = gaussian(2, 8, 16)
     with pytest.raises(Exception, match=r"nattn\.integrations\.torch"):
         torch.compile(lambda x: nattn.attention(x, x, x), fullgraph=True, backend="eager")(x)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"torch.{x}" for x in ("autograd", "sdpa", "provider", "flex", "translate")),
+        *(f"flash_attn.{x}" for x in ("arrays", "packed", "cache", "modules")),
+    ],
+)
+def test_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"nattn.integrations.{name}"))
+    assert result.attempted > 3
+    assert result.failed == 0

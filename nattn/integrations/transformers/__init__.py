@@ -4,12 +4,15 @@ Nothing of transformers is changed on import; `register` adds a name, which mode
 """
 
 from .attention import attention_forward
+from .caches import KVCacheLayer, NattnCache
 from .masks import LazyMask, lazy_mask
 from .models import Layer, Report, enable, register, report
 
 __all__ = [
+    "KVCacheLayer",
     "Layer",
     "LazyMask",
+    "NattnCache",
     "Report",
     "attention_forward",
     "enable",
