@@ -78,6 +78,18 @@ def test_core_mixes_tensors_and_arrays() -> None:
     same_bits(nattn.attention(q, k, v), out)
 
 
+def test_small_arguments_and_layers_take_tensors() -> None:
+    q, k, v = gaussian(3, 2, 4, 8, 16)
+    args = {"kv_lens": torch.tensor([3, 8]), "q_offset": torch.tensor([0, 1])}
+    args |= {"alibi_slopes": gaussian(4), "sinks": gaussian(4)}
+    found = nattn.attention(q, k, v, **args)
+    same_bits(
+        found, nattn.attention(*map(array, (q, k, v)), **{n: array(x) for n, x in args.items()})
+    )
+    layer = nattn.nn.SelfAttention(16)
+    np.testing.assert_array_equal(layer(q[0]), layer(array(q[0])), strict=True)
+
+
 def test_packed_and_cached_tensors() -> None:
     q, k, v = gaussian(3, 20, 2, 16)
     cu = torch.tensor([0, 7, 20], dtype=torch.int32)
