@@ -178,7 +178,8 @@ def attention_with_kvcache(
 
 
 def attend(
-    q: Any,
+    given: Any,
+    q: NDArray[Any],
     store: Store,
     lengths: NDArray[np.int64],
     pages: Pages | None,
@@ -188,9 +189,12 @@ def attend(
     backend: str = "auto",
     **args: Unpack[Arguments],
 ) -> Any:
-    """Attend to a cache that is known to be right, as `attention_with_kvcache` does."""
-    problem = cached.build(cached.check_queries(q), store, lengths, pages, args)
-    return _attend(q, problem, return_lse, out, backend)
+    """Attend to a cache that is known to be right, as `attention_with_kvcache` does.
+
+    q are the queries, checked, and `given` what the caller passed: results are of its kind.
+    """
+    problem = cached.build(q, store, lengths, pages, args)
+    return _attend(given, problem, return_lse, out, backend)
 
 
 def _attend(q: Any, problem: Any, return_lse: bool, out: Any, backend: str) -> Any:

@@ -192,14 +192,15 @@ class KVCache(Cache):
             For bad input, and if with a window a query would see keys that are written over.
         """
         cached.check_own(args)
-        rows = self._queries(q, self.batch).shape[1]
+        rows = self._queries(q, self.batch)
         pages = None
         if self.window is not None:
             args = {**args, "window_size": within(self.window, args)}
-            self._check_window(rows, args)
+            self._check_window(rows.shape[1], args)
             pages = self._ring()
         return generation.attend(
             q,
+            rows,
             self._store,
             self._lengths,
             pages,

@@ -306,9 +306,9 @@ class PagedKVCache(Cache):
         """
         cached.check_own(args)
         lengths, table = self.lengths(seq_ids), self.block_table(seq_ids)
-        self._queries(q, len(lengths))
         return generation.attend(
             q,
+            self._queries(q, len(lengths)),
             self._store,
             lengths,
             Pages(table, self.page_size),

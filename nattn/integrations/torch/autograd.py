@@ -20,10 +20,12 @@ from ...api import attention as nattn_attention
 from ...api import attention_backward
 from ...api.functional import _forward
 from ...call.arguments import Arguments
-from ...call.problem import Problem
+from ...call.problem import LEARNT, WRT, Problem
 from ...call.tensors import as_tensor
 
-LEARNT = ("bias", "sinks", "alibi_slopes")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What attention is computed of."""
+
 _INPUTS = (*LEARNT, "mask", "seed", "q_lens", "kv_lens", "q_offset")
 """Arguments that are tensors for torch: the first have gradients, and vmap may map all."""
 
@@ -172,7 +174,7 @@ def _run_backward(
     v: Tensor,
     *inputs: Any,
 ) -> tuple[Tensor, ...]:
-    """Return a gradient for q, k, v and `LEARNT`, an empty tensor where none is wanted."""
+    """Return a gradient for each of `WRT`, an empty tensor where none is wanted."""
     found = attention_backward(
         torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         if dout is None
@@ -196,7 +198,7 @@ def _backwards(
     """Return a gradient for each input, of those whose names `run` is called with."""
     inputs = ("q", "k", "v", *names)
     wrt = tuple(x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed)
-    found = dict(zip(("q", "k", "v", *LEARNT), run(wrt), strict=True))
+    found = dict(zip(WRT, run(wrt), strict=True))
     return (*(found[x] if x in wrt else None for x in inputs), None)
 
 
@@ -360,9 +362,8 @@ def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tens
 def _backward_shapes(*args: Any) -> list[Tensor]:
     *tensors, _, wrt = args
     q, *_ = tensors[4:]
-    names = ("q", "k", "v", *LEARNT)
-    inputs = dict(zip(names, tensors[4:], strict=False))
-    return [torch.empty_like(inputs[x]) if x in wrt else q.new_empty(0) for x in names]
+    inputs = dict(zip(WRT, tensors[4:], strict=False))
+    return [torch.empty_like(inputs[x]) if x in wrt else q.new_empty(0) for x in WRT]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

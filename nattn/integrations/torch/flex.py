@@ -22,10 +22,8 @@ from torch.nn.attention.flex_attention import (
 
 from ...call.block_mask import BlockMask as Blocks
 from ...functions.masks import EMPTY, FULL, Mask, mask
-from .autograd import attention
+from .autograd import FLOATS, attention
 from .translate import translate
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def flex_attention(
@@ -147,7 +145,7 @@ def _checked(
             )
         if x.ndim != 4:
             raise ValueError(f"{name}: expected 4 axes, (B, H, N, E), got shape {tuple(x.shape)}")
-        if x.dtype not in _FLOATS or x.dtype != query.dtype:
+        if x.dtype not in FLOATS or x.dtype != query.dtype:
             taken = "float16, bfloat16, float32 or float64"
             expected = taken if name == "query" else f"{query.dtype} as of query"
             raise TypeError(f"{name}: expected {expected}, got {x.dtype}")

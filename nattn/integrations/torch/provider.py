@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...api import attention, attention_backward
-from ...call.tensors import as_tensor
+from .sdpa import arguments
 
 NAME = "NATTN"
 """What torch calls this provider."""
@@ -70,17 +70,6 @@ def _activate(*args: Any, **kwargs: Any) -> _Active:
     return _Active()
 
 
-def _arguments(is_causal: bool, attn_mask: Tensor | None, scale: float | None) -> dict[str, Any]:
-    args: dict[str, Any] = {}
-    if is_causal:
-        args.update(causal=True, q_offset=0)
-    if attn_mask is not None:
-        args["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
-    if scale is not None:
-        args["scale"] = scale
-    return args
-
-
 def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p:
         raise NotImplementedError(
@@ -102,7 +91,7 @@ def _forward(
     """Return out, with query's strides, and lse as torch's backward pass wants to get it."""
     _refuse_dropout(dropout_p)
     out = torch.empty_like(query)
-    args = _arguments(is_causal, attn_mask, scale)
+    args = arguments(attn_mask, is_causal, scale)
     _, lse = attention(query, key, value, out=out, return_lse=True, **args)
     rows = torch.empty_like(lse.transpose(1, 2), memory_format=torch.contiguous_format)
     return out, rows.transpose(1, 2).copy_(lse)
@@ -123,6 +112,6 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     _refuse_dropout(dropout_p)
-    args = _arguments(is_causal, attn_mask, scale)
-    found = attention_backward(grad_out, query, key, value, out, logsumexp, **args)
-    return as_tensor(found.dq), as_tensor(found.dk), as_tensor(found.dv)
+    args = arguments(attn_mask, is_causal, scale)
+    found: Any = attention_backward(grad_out, query, key, value, out, logsumexp, **args)
+    return found.dq, found.dk, found.dv

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .autograd import attention
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from .autograd import FLOATS, attention
 
 
 def scaled_dot_product_attention(
@@ -79,7 +77,7 @@ def scaled_dot_product_attention(
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.ndim < 2:
             raise ValueError(f"{name}: expected at least 2 axes, got shape {tuple(x.shape)}")
-        if x.dtype not in _FLOATS:
+        if x.dtype not in FLOATS:
             expected = "float16, bfloat16, float32 or float64"
             raise TypeError(f"{name}: expected {expected}, got {x.dtype}")
     for name, x in (*tensors.items(), ("attn_mask", attn_mask)):
@@ -92,21 +90,26 @@ def scaled_dot_product_attention(
     alike = query.shape[:own] == key.shape[:own] == value.shape[:own]
     if not (query.ndim == key.ndim == value.ndim == 4 and alike):
         query, key, value, lead = _four_axes(query, key, value, enable_gqa)
-    args: dict[str, Any] = {}
-    if attn_mask is not None:
-        name = "mask" if attn_mask.dtype == torch.bool else "bias"
-        if attn_mask.ndim > 4 or len(lead) != 2:
-            shape = (*lead, query.shape[-2], key.shape[-2])
-            attn_mask = attn_mask.expand(shape).reshape(*query.shape[:2], *shape[-2:])
-        args[name] = attn_mask
-    if scale is not None:
-        args["scale"] = scale
-    if is_causal:
-        args.update(causal=True, q_offset=0)
+    if attn_mask is not None and (attn_mask.ndim > 4 or len(lead) != 2):
+        shape = (*lead, query.shape[-2], key.shape[-2])
+        attn_mask = attn_mask.expand(shape).reshape(*query.shape[:2], *shape[-2:])
+    args = arguments(attn_mask, is_causal, scale)
     if dropout_p:
         args["dropout_p"] = dropout_p
     out: Tensor = attention(query, key, value, **args)
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+
+
+def arguments(attn_mask: Tensor | None, is_causal: bool, scale: float | None) -> dict[str, Any]:
+    """Return options of torch's attention as nattn calls them."""
+    args: dict[str, Any] = {}
+    if attn_mask is not None:
+        args["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+    if scale is not None:
+        args["scale"] = scale
+    if is_causal:
+        args.update(causal=True, q_offset=0)
+    return args
 
 
 def _four_axes(
@@ -162,11 +165,6 @@ class sdpa(TorchFunctionMode):
     True
     """
 
-    def __enter__(self) -> Self:
-        """Begin."""
-        super().__enter__()
-        return self
-
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -189,7 +187,7 @@ def _where_possible(query: Any, *args: Any, **kwargs: Any) -> Any:
     taken = (
         isinstance(query, Tensor)
         and query.device.type in ("cpu", "cuda")
-        and query.dtype in _FLOATS
+        and query.dtype in FLOATS
         and query.shape[-1] > 0
     )
     function = (

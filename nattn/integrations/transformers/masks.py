@@ -129,14 +129,14 @@ class LazyMask(Tensor):
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments of `nattn.attention` that hide what the mask hides."""
-        if self._arguments is None and not self._may_have_changed:
+        if self._may_have_changed:
+            return {"mask": self.dense()}
+        if self._arguments is None:
             try:
                 self._arguments = arguments_of(self.description)
             except Unknown:
                 self._arguments = {"mask": self.dense()}
-        if self._may_have_changed:
-            return {"mask": self.dense()}
-        return dict(self._arguments or {})
+        return dict(self._arguments)
 
     @classmethod
     def __torch_dispatch__(
