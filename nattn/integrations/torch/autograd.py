@@ -107,13 +107,9 @@ def attention(
     >>> q.grad.shape, sinks.grad.shape
     (torch.Size([1, 8, 100, 64]), torch.Size([8]))
     """
-    if args.get("dropout_p") and args.get("seed") is None:
-        args["seed"] = torch.randint(2**63 - 1, ())
-    given: dict[str, Any] = dict(args)
+    given = with_seed(dict(args))
     if torch.compiler.is_compiling():
-        inputs = [given.pop(x) if isinstance(given.get(x), Tensor) else None for x in _INPUTS]
-        key = _key(backend, tuple(given.items()))
-        out, lse, _ = torch.ops.nattn.attention(q, k, v, *inputs, key)
+        out, lse = traced(q, k, v, given, backend)
     else:
         names = tuple(x for x in _INPUTS if isinstance(given.get(x), Tensor))
         inputs = [given.pop(x) for x in names]
@@ -122,6 +118,23 @@ def attention(
         run = _Attention.apply if recorded else _run_alone
         out, lse, *_ = run(q, k, v, *inputs, call)
     return (out, lse) if return_lse else out
+
+
+def with_seed(args: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with a seed from torch's generator, where there is dropout without one."""
+    if args.get("dropout_p") and args.get("seed") is None:
+        args["seed"] = torch.randint(2**63 - 1, ())
+    return args
+
+
+def traced(
+    q: Tensor, k: Tensor, v: Tensor, args: dict[str, Any], backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse, by the operator that a compiler sees; `args` is used up."""
+    inputs = [args.pop(x) if isinstance(args.get(x), Tensor) else None for x in _INPUTS]
+    key = _key(backend, tuple(args.items()))
+    out, lse, _ = torch.ops.nattn.attention(q, k, v, *inputs, key)
+    return out, lse
 
 
 def _is_recorded(*inputs: Tensor) -> bool:
@@ -317,9 +330,9 @@ def _key(backend: str, items: tuple[tuple[str, Any], ...]) -> str:
 
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, " + ", ".join(f"Tensor? {x}" for x in _INPUTS)
-_library = torch.library.Library("nattn", "DEF")
-_library.define(f"attention({_TENSORS}, str call) -> (Tensor, Tensor, Tensor)")
-_library.define(
+LIBRARY = torch.library.Library("nattn", "DEF")
+LIBRARY.define(f"attention({_TENSORS}, str call) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(
     f"attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, "
     f"{_TENSORS}, str call, str[] wrt) -> Tensor[]"
 )
@@ -327,8 +340,8 @@ _library.define(
 
 def _operator(name: str) -> Callable[[Any], Any]:
     def register(function: Any) -> Any:
-        _library.impl(name, function, "CPU")
-        _library.impl(name, function, "CUDA")
+        LIBRARY.impl(name, function, "CPU")
+        LIBRARY.impl(name, function, "CUDA")
         return function
 
     return register
@@ -346,7 +359,7 @@ def _backward_operator(*args: Any) -> list[Tensor]:
     return list(_run_backward(replace(_calls[key], wrt=tuple(wrt)), *tensors))
 
 
-@torch.library.register_fake("nattn::attention", lib=_library)
+@torch.library.register_fake("nattn::attention", lib=LIBRARY)
 def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = q.shape[:-1]
@@ -358,7 +371,7 @@ def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tens
     return out, q.new_empty(rows, dtype=compute), exact
 
 
-@torch.library.register_fake("nattn::attention_backward", lib=_library)
+@torch.library.register_fake("nattn::attention_backward", lib=LIBRARY)
 def _backward_shapes(*args: Any) -> list[Tensor]:
     *tensors, _, wrt = args
     q, *_ = tensors[4:]
@@ -383,5 +396,5 @@ def _backward_of_operator(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
 
 
 torch.library.register_autograd(
-    "nattn::attention", _backward_of_operator, setup_context=_save, lib=_library
+    "nattn::attention", _backward_of_operator, setup_context=_save, lib=LIBRARY
 )

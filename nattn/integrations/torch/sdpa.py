@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .autograd import FLOATS, attention
+from .autograd import FLOATS, LIBRARY, attention, traced, with_seed
 
 
 def scaled_dot_product_attention(
@@ -71,6 +71,28 @@ def scaled_dot_product_attention(
     >>> bool(torch.allclose(ours, theirs, atol=1e-5))
     True
     """
+    if torch.compiler.is_compiling():
+        found: Tensor = torch.ops.nattn.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found
+    return _on_four_axes(
+        attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+
+
+def _on_four_axes(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Check what torch's function is given, and call nattn's with it."""
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -96,8 +118,39 @@ def scaled_dot_product_attention(
     args = arguments(attn_mask, is_causal, scale)
     if dropout_p:
         args["dropout_p"] = dropout_p
-    out: Tensor = attention(query, key, value, **args)
+    out = attend(query, key, value, **args)
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+
+
+# What torch compiles asks again at each call whether all is as it was that its tracer came by. Of
+# this operator, which is made of the one for attention, the tracer sees nothing but the call.
+LIBRARY.define(
+    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+    "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) "
+    "-> Tensor"
+)
+
+
+@functools.partial(
+    LIBRARY.impl, "scaled_dot_product_attention", dispatch_key="CompositeImplicitAutograd"
+)
+def _compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **args: Any) -> Tensor:
+        return traced(q, k, v, with_seed(args))[0]
+
+    return _on_four_axes(
+        attend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
 
 
 def arguments(attn_mask: Tensor | None, is_causal: bool, scale: float | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...functions.binding import MASK_MOD, SCORE_MOD, Bound, Combination
-from .aten import VIEWS, Number, decompositions, kind_of, literal, text_of
+from .aten import TWINS, VIEWS, Number, decompositions, kind_of, literal, text_of
 from .captures import Leaves, Unknown, alike, captured
 
 Mod = Callable[..., Any]
@@ -246,7 +246,7 @@ class _Translator:
         schema = getattr(target, "_schema", None)
         if schema is None or torch.Tag.nondeterministic_seeded in target.tags:
             raise self.refuse(target)
-        name = schema.name.split("::")[1]
+        name = TWINS.get(schema.name, schema.name).removeprefix("aten::").removeprefix("prims::")
         inputs = [self.values[x] for x in node.all_input_nodes]
         if name == "index":
             found = self.index(node)
