@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 from numpy.typing import NDArray
@@ -311,7 +311,8 @@ class Gradients(NamedTuple):
     """Gradients of a loss; None for what was not asked for.
 
     Each has the shape of the argument that it is named after, and its dtype in native byte order;
-    it is a NumPy array, or of the kind of q on a GPU.
+    it is a NumPy array, or of the kind of q on a GPU. `dmods` has those of what a score_mod is
+    bound to, by their names in `wrt`.
     """
 
     dq: NDArray[Any] | Any | None
@@ -320,6 +321,7 @@ class Gradients(NamedTuple):
     dbias: NDArray[Any] | Any | None
     dsinks: NDArray[Any] | Any | None
     dalibi_slopes: NDArray[Any] | Any | None
+    dmods: Mapping[str, NDArray[Any] | Any] | None = None
 
 
 @shows_arguments
@@ -531,8 +533,9 @@ def _backward(
     names = results.check_wrt(problem, wrt)
     incoming = results.check_incoming(problem, dout, out, lse, dlse)
     arrays = dict(zip(("dout", "out", "lse", "dlse"), incoming, strict=True))
-    door = backends.choose(problem, backend, "backward", **arrays)
+    task = "backward" if names <= set(WRT) else "gradients of what functions are bound to"
+    door = backends.choose(problem, backend, task, **arrays)
     found = door.backward(problem, *incoming, names, progress=progress)
-    return Gradients(
-        *(results.gradient_as_given(problem, x, found[x]) if x in names else None for x in WRT)
-    )
+    given = {x: results.gradient_as_given(problem, x, found[x]) for x in names}
+    bound = {x: given[x] for x in wrt if x not in WRT}
+    return Gradients(*(given.get(x) for x in WRT), dmods=bound or None)

@@ -50,12 +50,15 @@ class Bound:
         Names of the bound parameters.
     values : tuple
         Arrays in native byte order, ints (of 64 bits), floats and bools.
+    dtypes : tuple of dtype or None
+        Those of single numbers that came as arrays or as NumPy's scalars.
     """
 
     function: types.FunctionType
     order: tuple[int, ...]
     names: tuple[str, ...]
     values: tuple[Value, ...]
+    dtypes: tuple[np.dtype[Any] | None, ...] = ()
 
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
@@ -217,6 +220,7 @@ def _bind(
     order: list[int] = []
     names: list[str] = []
     values: list[Value] = []
+    dtypes: list[np.dtype[Any] | None] = []
     for parameter, value in bound.arguments.items():
         if isinstance(value, _Argument):
             order.append(value.n)
@@ -224,8 +228,9 @@ def _bind(
         order.append(-1 - len(values))
         names.append(parameter)
         values.append(_value(name, plain.__name__, parameter, value, describe))
+        dtypes.append(None if isinstance(values[-1], np.ndarray) else _own_dtype(value))
     digest(plain, name)  # refuses what the function may not capture
-    return Bound(plain, tuple(order), tuple(names), tuple(values))
+    return Bound(plain, tuple(order), tuple(names), tuple(values), tuple(dtypes))
 
 
 @dataclass(frozen=True)
@@ -251,6 +256,12 @@ def _signature(function: types.FunctionType) -> inspect.Signature:
         bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
         found = _signatures[function] = code, defaults, bare
     return found[2]
+
+
+def _own_dtype(value: Any) -> np.dtype[Any] | None:
+    """Return the dtype of a single number in native byte order, None of Python's numbers."""
+    dtype = getattr(value, "dtype", None)
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else None
 
 
 def _value(

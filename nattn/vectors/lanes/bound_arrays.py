@@ -136,12 +136,17 @@ def _indices(array: BoundArrayType, index: Any) -> list[Any]:
     return given
 
 
+def index_width(array: BoundArrayType, index: Any) -> int:
+    """Return how many lanes an index has, or raise what is wrong with it."""
+    given = _indices(array, index)
+    return max((ty.width for ty in given if isinstance(ty, Lanes)), default=1)
+
+
 @typed(operator.getitem)
 def _type_getitem(array: Any, index: Any) -> Any:
     if not isinstance(array, BoundArrayType):
         return None
-    given = _indices(array, index)
-    return array.element(max((ty.width for ty in given if isinstance(ty, Lanes)), default=1))
+    return array.element(index_width(array, index))
 
 
 @lower_builtin(operator.getitem, BoundArrayType, types.Any)
@@ -151,37 +156,70 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     A negative index counts from the end. Lanes whose index is outside read element 0, or 0 where
     there is none, and their error flags are set.
     """
-    ty, to = sig.args[0], sig.return_type
-    array = cgutils.create_struct_proxy(ty)(context, b, args[0])
-    several = isinstance(sig.args[1], types.BaseTuple)
-    narrow = Lanes(types.int32, to.width, to.real)
+    to = sig.return_type
+    indices = indices_within(context, b, sig.args, args, to.width)
+    return read_elements(context, b, sig.args[0], args[0], indices, to)
+
+
+def indices_within(context: Any, b: Any, kinds: Any, values: Any, width: int) -> list[Vector]:
+    """Return int64 indices that lie within an array, one for each of its axes.
+
+    Parameters
+    ----------
+    context, b
+        Those of the lowering.
+    kinds, values : tuple
+        Types and values of the array and of the index.
+    width : int
+        Lanes of the index.
+
+    Returns
+    -------
+    list of Vector
+        Negative ones count from the end; 0 in lanes whose index is outside, of which the error
+        flags are set.
+    """
+    ty = kinds[0]
+    array = cgutils.create_struct_proxy(ty)(context, b, values[0])
+    several = isinstance(kinds[1], types.BaseTuple)
+    narrow = Lanes(types.int32, width, ty.real.dtype)
     wide = narrow.of(types.int64)
+    found: list[Vector] = []
+    outside = None
+    for axis, kind in enumerate(_indices(ty, kinds[1])):
+        value = b.extract_value(values[1], axis) if several else values[1]
+        size = b.extract_value(array.shape, axis)
+        small = not ty.far and isinstance(kind, Lanes) and kind.dtype == types.int32
+        i = as_lanes(context, b, value, kind, narrow if small else wide)
+        n = Vector(b, broadcast(b, b.trunc(size, I32) if small else size, width))
+        i = i.cmp("<", 0).where(i + n, i)
+        beyond = Vector(b, b.icmp_unsigned(">=", i.value, n.value))
+        i = beyond.where(0, i)
+        found.append(Vector(b, b.sext(i.value, wide.llvm)) if small else i)
+        outside = beyond if outside is None else outside | beyond
+    assert outside is not None
+    _set_error_flags(b, array.error_flags, outside, ty.real.width)
+    return found
+
+
+def read_elements(
+    context: Any, b: Any, ty: Any, value: Any, indices: list[Vector], to: Lanes
+) -> Any:
+    """Return the elements of an array at indices that `indices_within` has found."""
+    array = cgutils.create_struct_proxy(ty)(context, b, value)
     # An empty array has no element 0: every offset is 0, and the address that of a zero.
     empty = ir.Constant(ir.IntType(1), 0)
     for axis in range(ty.ndim):
         size = b.extract_value(array.shape, axis)
         empty = b.or_(empty, b.icmp_signed("==", size, I64(0)))
-    offsets = outside = None
-    for axis, kind in enumerate(_indices(ty, sig.args[1])):
-        value = b.extract_value(args[1], axis) if several else args[1]
-        size = b.extract_value(array.shape, axis)
+    offsets = None
+    for axis, i in enumerate(indices):
         stride = b.select(empty, I64(0), b.extract_value(array.strides, axis))
-        small = not ty.far and isinstance(kind, Lanes) and kind.dtype == types.int32
         if not ty.far:  # says so to LLVM, which has a cheap product for it
             stride = b.sext(b.trunc(stride, I32), I64)
-        i = as_lanes(context, b, value, kind, narrow if small else wide)
-        n = Vector(b, broadcast(b, b.trunc(size, I32) if small else size, to.width))
-        i = i.cmp("<", 0).where(i + n, i)
-        beyond = Vector(b, b.icmp_unsigned(">=", i.value, n.value))
-        i = beyond.where(0, i)
-        if small:
-            i = Vector(b, b.sext(i.value, wide.llvm))
         offset = i * Vector(b, broadcast(b, stride, to.width))
         offsets = offset if offsets is None else offsets + offset
-        outside = beyond if outside is None else outside | beyond
     assert offsets is not None
-    assert outside is not None
-    _set_error_flags(b, array.error_flags, outside, ty.real.width)
     base = b.select(empty, b.ptrtoint(_nothing(b), I64), array.address)
     stored = STORED.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
     x = ir.Constant(vector_type(stored, to.width), ir.Undefined)
