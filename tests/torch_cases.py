@@ -36,10 +36,12 @@ def block_mask(mask_mod: Mod, *sizes: Any, **options: Any) -> Any:
     return theirs.create_block_mask(mask_mod, *sizes, device="cpu", **options)
 
 
-def on_all_pairs(mod: Mod, *score: Tensor) -> Tensor:
+def on_all_pairs(
+    mod: Mod, *score: Tensor, sizes: tuple[int, int, int, int] = (B, H, Nq, Nk)
+) -> Tensor:
     """Call a function as FlexAttention does, for all pairs at once."""
     trick = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
-    indices = map(torch.arange, (B, H, Nq, Nk))
+    indices = map(torch.arange, sizes)
     with trick.TransformGetItemToIndex():
         found: Tensor = theirs._vmap_for_bhqkv(mod, prefix=(0,) * len(score))(*score, *indices)
     return found
@@ -50,11 +52,12 @@ def dense(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and scores by the formula in float64, for torch to differentiate."""
     q, k, v = (x.double() for x in tensors)
-    k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
-    s = q @ k.transpose(2, 3) / math.sqrt(D)
-    s = s if score_mod is None else on_all_pairs(score_mod, s)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    s = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+    sizes = *q.shape[:3], k.shape[2]
+    s = s if score_mod is None else on_all_pairs(score_mod, s, sizes=sizes)
     if mask_mod is not None:
-        s = s.masked_fill(~on_all_pairs(mask_mod), -math.inf)
+        s = s.masked_fill(~on_all_pairs(mask_mod, sizes=sizes), -math.inf)
     empty = (s == -math.inf).all(-1, keepdim=True)
     weights = s.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     return weights @ v, s.logsumexp(-1), s

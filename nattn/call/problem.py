@@ -21,6 +21,7 @@ from .block_mask import BlockMask
 from .checks import Window, as_array, check_flag
 from .device_arrays import DeviceArray
 from .pages import Pages, gather
+from .quantised import dequantise
 from .validators import (
     PACKED,
     alibi_mod,
@@ -435,8 +436,7 @@ class Problem:
             for to, (x, scales) in zip(new, stored, strict=True):
                 rows = gather(x, self.pages, b, begin, end)
                 if scales is not None:
-                    factors = gather(scales, self.pages, b, begin, end)
-                    rows = rows.astype(kind) * factors.astype(kind)[..., None]
+                    rows = dequantise(rows, gather(scales, self.pages, b, begin, end), kind)
                 to[b, :, begin:end] = rows
         plain = replace(self, k=new[0], v=new[1], pages=None, k_scales=None, v_scales=None)
         if not quantised:

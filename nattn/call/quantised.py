@@ -64,6 +64,33 @@ def quantise(name: str, x: NDArray[Any]) -> tuple[NDArray[np.int8], NDArray[np.f
     return codes.astype(np.int8), scales
 
 
+def dequantise(
+    codes: NDArray[np.int8], scales: NDArray[np.float32], dtype: np.dtype
+) -> NDArray[Any]:
+    """Return the numbers that rows in 8 bits stand for.
+
+    Parameters
+    ----------
+    codes : ndarray of int8
+        ``(..., D)``.
+    scales : ndarray of float32
+        ``(...)``.
+    dtype : dtype
+        Of the result: float16, bfloat16, float32 or float64. Products are of float32, or float64
+        for that, and then rounded.
+
+    Returns
+    -------
+    ndarray
+        ``(..., D)``.
+    """
+    wide = dtypes.FLOAT64 if dtype.itemsize == 8 else dtypes.FLOAT32
+    numbers: NDArray[Any] = codes.astype(wide)
+    numbers *= scales[..., None]
+    found: NDArray[Any] = numbers.astype(dtype, copy=False)
+    return found
+
+
 class CacheError(NamedTuple):
     """How far what a cache gives may be from what it would give if nothing had been rounded.
 

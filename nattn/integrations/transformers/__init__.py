@@ -4,11 +4,12 @@ Nothing of transformers is changed on import; `register` adds a name, which mode
 """
 
 from .attention import attention_forward
-from .caches import KVCacheLayer, NattnCache
+from .caches import CachedRows, KVCacheLayer, NattnCache
 from .masks import LazyMask, lazy_mask
 from .models import Layer, Report, enable, register, report
 
 __all__ = [
+    "CachedRows",
     "KVCacheLayer",
     "Layer",
     "LazyMask",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..torch import attention
+from .caches import CachedRows
 from .masks import LazyMask
 
 _REFUSED = {
@@ -42,7 +43,8 @@ def attention_forward(
     query : Tensor
         ``(B, Hq, Nq, D)``, or of one batch item for all.
     key, value : Tensor
-        ``(B, Hkv, Nk, D)`` and ``(B, Hkv, Nk, Dv)``, the heads not repeated.
+        ``(B, Hkv, Nk, D)`` and ``(B, Hkv, Nk, Dv)``, the heads not repeated. What a `NattnCache`
+        returned is read where it lies, in pages and in int8.
     attention_mask : Tensor, optional
         Broadcast to ``(B, Hq, Nq, Nk)``: bool, True where a key is visible, or floats to be added
         to the scores. What `lazy_mask` returned is read, not expanded. It holds all that restricts
@@ -92,13 +94,44 @@ def attention_forward(
     if position_bias is not None:
         added = args.get("bias")
         args["bias"] = position_bias if added is None else position_bias + added
-    given = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    args.update((name, x) for name, x in given.items() if x is not None)
-    if dropout:
-        args["dropout_p"] = dropout
+    given = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout or None}
+    others: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     # In this order of axes the output is what a projection reads next, without a copy.
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(q, k, v, layout="bnhd", **args), None
+    q = query.transpose(1, 2)
+    if isinstance(key, CachedRows):
+        seen = _seen_in_cache(key, value, attention_mask, args)
+        if seen is not None and not _is_recorded_or_drops(query, {**others, **seen}):
+            return key.layer.cache.attend(q, **others, **seen), None
+    k, v = (x.transpose(1, 2) for x in (key, value))
+    return attention(q, k, v, layout="bnhd", **others, **args), None
+
+
+def _seen_in_cache(
+    key: CachedRows, value: Tensor, mask: Tensor | None, args: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Say what is seen to a cache that is to be read where it lies; None if it cannot be."""
+    if torch.compiler.is_compiling() or not key.is_current(value):
+        return None
+    N, window = key.end, key.layer.sliding_window
+    if window is not None:  # a ring counts keys from the first one on, also those that are gone
+        if not isinstance(mask, LazyMask) or "window_size" not in args or "bias" in args:
+            return None
+        args = mask.whole().arguments()
+        left, _ = args["window_size"]
+        if left is None or left >= window or mask.whole().shape[3] != N:
+            return None
+    args = dict(args)
+    lens = args.pop("kv_lens", None)
+    if lens is not None and "mask" not in args:
+        args["mask"] = (torch.arange(N) < torch.tensor(lens)[:, None])[:, None, None, :]
+    return args
+
+
+def _is_recorded_or_drops(query: Tensor, args: dict[str, Any]) -> bool:
+    """Whether torch records gradients, or draws what is dropped, which a cache knows nothing of."""
+    tensors = [query, *(x for x in args.values() if isinstance(x, Tensor))]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return recorded or "dropout_p" in args
 
 
 def _refuse(module: Any, kwargs: dict[str, Any]) -> None:

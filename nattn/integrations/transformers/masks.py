@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from .lazy import LazyTensor
 from .rules import Unknown, arguments_of
 
 
@@ -84,7 +84,7 @@ def dense(description: dict[str, Any]) -> Tensor:
     return made
 
 
-class LazyMask(Tensor):
+class LazyMask(LazyTensor):
     """A mask ``(B, 1, Nq, Nk)`` of bool that is made when an operation of torch needs its elements.
 
     Attributes
@@ -93,11 +93,10 @@ class LazyMask(Tensor):
         Arguments of transformers' functions that make masks.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
     description: dict[str, Any]
     _dense: Tensor | None
     _arguments: dict[str, Any] | None
+    _whole: LazyMask | None
     _may_have_changed: bool
 
     @staticmethod
@@ -114,6 +113,7 @@ class LazyMask(Tensor):
         self.description = description
         self._dense = None
         self._arguments = None
+        self._whole = None
         self._may_have_changed = False
 
     def __repr__(self, **kwargs: Any) -> str:
@@ -138,6 +138,17 @@ class LazyMask(Tensor):
                 self._arguments = {"mask": self.dense()}
         return dict(self._arguments)
 
+    def whole(self) -> LazyMask:
+        """Return the mask of all keys, those before its first one included."""
+        if self._whole is None:
+            end = self.description["kv_offset"] + self.description["kv_length"]
+            self._whole = LazyMask({**self.description, "kv_offset": 0, "kv_length": end})
+        return self._whole
+
+    def before(self, func: Any, is_written: bool) -> None:
+        """Count on the elements from now on if they may change: at once, or through a view."""
+        self._may_have_changed |= any(x.alias_info is not None for x in func._schema.arguments)
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -145,13 +156,4 @@ class LazyMask(Tensor):
         """Call an operator with the elements of the mask; a detached mask stays as it is."""
         if func is torch.ops.aten.detach.default and not args[0]._may_have_changed:
             return LazyMask(args[0].description)
-        may_write = any(x.alias_info is not None for x in func._schema.arguments)
-
-        def made(x: Any) -> Any:
-            if not isinstance(x, LazyMask):
-                return x
-            # Through a view, or at once, it may be written to: from now on the elements count.
-            x._may_have_changed |= may_write
-            return x.dense()
-
-        return func(*tree_map(made, args), **tree_map(made, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
