@@ -21,10 +21,9 @@ from ..functions.on_arrays import ArrayFunction
 Float64Array = NDArray[np.float64]
 
 
-OFFERS = frozenset(
-    {"forward", "backward", "observe", "weights", "gradients of what functions are bound to"}
-)
+OFFERS = frozenset({"forward", "backward", "observe", "weights"})
 KEEPS_EXACT = True
+LEARNS = True
 
 
 def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from ...call.problem import Problem
 
 OFFERS = frozenset(
     {"forward", "backward", "observe", "classify", "rotate", "gelu", "info", "warmup"}
-    | {"clear_cache", "fma_peak", "read_memory", "gradients of what functions are bound to"}
+    | {"clear_cache", "fma_peak", "read_memory"}
 )
 
 
