@@ -6,6 +6,7 @@ Nothing outside of an array is ever read. An index that lies there sets the erro
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -222,10 +223,16 @@ def read_elements(
     assert offsets is not None
     base = b.select(empty, b.ptrtoint(_nothing(b), I64), array.address)
     stored = STORED.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
-    x = ir.Constant(vector_type(stored, to.width), ir.Undefined)
-    for lane in range(to.width):
-        at = b.add(base, extract(b, offsets.value, lane))
-        x = insert(b, x, emit_load_constant(b, at, stored), lane)
+
+    def each() -> Any:
+        x = ir.Constant(vector_type(stored, to.width), ir.Undefined)
+        for lane in range(to.width):
+            at = b.add(base, extract(b, offsets.value, lane))
+            x = insert(b, x, emit_load_constant(b, at, stored), lane)
+        return x
+
+    wide = isinstance(to.dtype, types.Float) and to.width > 1 and not on_gpu(b)
+    x = _side_by_side(b, base, offsets, stored, each) if wide else each()
     if isinstance(to.dtype, types.Float):
         return from_storage(b, x, ty.stored, to)
     if isinstance(to.dtype, types.Boolean):
@@ -234,6 +241,50 @@ def read_elements(
     if element.bitwidth == to.dtype.bitwidth:
         return x
     return (b.sext if element.signed else b.zext)(x, to.llvm)
+
+
+def _side_by_side(
+    b: Any, base: Any, offsets: Vector, stored: Any, each: Callable[[], Any]
+) -> Any:
+    """Read elements at once if they lie side by side, in either order, or are one; else by `each`.
+
+    In tables of distances they do, for the positions of a vector's lanes follow each other; where a
+    distance is clipped all lanes read the same.
+    """
+    width = offsets.width
+    size = {ir.HalfType: 2, ir.FloatType: 4, ir.DoubleType: 8}.get(type(stored), 0)
+    if isinstance(stored, ir.IntType):
+        size = stored.width // 8
+    first = extract(b, offsets.value, 0)
+    apart = b.sub(offsets.value, broadcast(b, first, width))
+    ty = vector_type(stored, width)
+    found: list[tuple[Any, Any]] = []
+    end = b.append_basic_block("read")
+    for step in (size, -size, 0):
+        ladder = ir.Constant(offsets.type, [step * lane for lane in range(width)])
+        differs = b.bitcast(b.icmp_signed("!=", apart, ladder), ir.IntType(width))
+        follow, other = b.append_basic_block("follow"), b.append_basic_block("other")
+        b.cbranch(b.icmp_signed("==", differs, ir.Constant(differs.type, 0)), follow, other)
+        b.position_at_end(follow)
+        lowest = b.sub(first, I64(size * (width - 1))) if step < 0 else first
+        at = b.add(base, lowest)
+        if step == 0:
+            x = broadcast(b, emit_load_constant(b, at, stored), width)
+        else:
+            x = emit_load_constant(b, at, ty)
+        if step < 0:
+            order = ir.Constant(ir.VectorType(I32, width), list(reversed(range(width))))
+            x = b.shuffle_vector(x, x, order)
+        found.append((x, b.block))
+        b.branch(end)
+        b.position_at_end(other)
+    found.append((each(), b.block))
+    b.branch(end)
+    b.position_at_end(end)
+    joined = b.phi(ty)
+    for x, block in found:
+        joined.add_incoming(x, block)
+    return joined
 
 
 def _nothing(b: Any) -> Any:
