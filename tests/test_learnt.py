@@ -319,7 +319,7 @@ def test_threads_change_no_bit(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     def rel_(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
         return s + table[h, i - j + 300]
 
-    mods = {
+    mods: dict[str, Mod] = {
         "rel": functools.partial(rel_, table=normal(4, 601).astype("f4")),
         "scaled": CASES["scaled"],
         "scattered": CASES["scattered"],
@@ -410,10 +410,12 @@ def test_other_layouts_ranks_and_packed_sequences() -> None:
     one = vjp(dout[0], wrt=[name]).dmods[name]
     _, vjp = nattn.attention_vjp(q[1], k[1], v[1], score_mod=mod)
     np.testing.assert_allclose(one + vjp(dout[1], wrt=[name]).dmods[name], expected, atol=1e-12)
-    packed = [x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], D) for x in (q, k, v, dout)]
+    pq, pk, pv, pdout = [
+        x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], D) for x in (q, k, v, dout)
+    ]
     starts = np.arange(B + 1) * Nq, np.arange(B + 1) * Nk
-    _, vjp = nattn.attention_varlen_vjp(*packed[:3], *starts, score_mod=mod)
-    np.testing.assert_allclose(vjp(packed[3], wrt=[name]).dmods[name], expected, atol=1e-12)
+    _, vjp = nattn.attention_varlen_vjp(pq, pk, pv, *starts, score_mod=mod)
+    np.testing.assert_allclose(vjp(pdout, wrt=[name]).dmods[name], expected, atol=1e-12)
 
 
 @given(data=st.data())
@@ -436,7 +438,7 @@ def test_any_sizes_strides_and_masks(data: Any) -> None:
     for backend in ("cpu", "reference"):
         _, vjp = nattn.attention_vjp(q, k, v, backend=backend, **args)
         found.append(vjp(dout, wrt=("score_mod.w",)).dmods["score_mod.w"])
-    np.testing.assert_allclose(*found, rtol=0, atol=1e-11)
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -483,7 +485,7 @@ def test_t5_learns_beside_what_sees_positions() -> None:
             grads = scheme.backward(dout, q, k, v, out, lse, backend=backend, **args)
             found.append(grads["table"])
         assert np.abs(found[1]).max() > 0.01
-        np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-12)
 
 
 def constant_gain(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 from numpy.typing import NDArray
@@ -311,8 +311,8 @@ class Gradients(NamedTuple):
     """Gradients of a loss; None for what was not asked for.
 
     Each has the shape of the argument that it is named after, and its dtype in native byte order;
-    it is a NumPy array, or of the kind of q on a GPU. `dmods` has those of what a score_mod is
-    bound to, by their names in `wrt`.
+    it is a NumPy array, or of the kind of q on a GPU. `dmods` is a dict of those of what a score_mod
+    is bound to, by their names in `wrt`.
     """
 
     dq: NDArray[Any] | Any | None
@@ -321,7 +321,7 @@ class Gradients(NamedTuple):
     dbias: NDArray[Any] | Any | None
     dsinks: NDArray[Any] | Any | None
     dalibi_slopes: NDArray[Any] | Any | None
-    dmods: Mapping[str, NDArray[Any] | Any] | None = None
+    dmods: Any = None
 
 
 @shows_arguments
@@ -550,4 +550,4 @@ def _backward(
     found = door.backward(problem, *incoming, names, progress=progress)
     given = {x: results.gradient_as_given(problem, x, found[x]) for x in names}
     dmods = {x: given[x] for x in bound} if bound else None
-    return Gradients(*(given.get(x) for x in WRT), dmods=dmods)
+    return Gradients(**{f"d{x}": given.get(x) for x in WRT}, dmods=dmods)

@@ -340,11 +340,10 @@ def _add_bound(
     item, head = np.full((1, 1), b), np.full((1, 1), h)
     for slope, index in every.readings(p.scale * (q @ k.T), item, head, pos, j):
         share = np.where((ds == 0.0) | (slope == 0.0), 0.0, ds * slope)
-        np.add.at(
-            total,
-            tuple(np.broadcast_to(i, ds.shape) for i in index) or ...,
-            (share if index else share.sum()),
-        )
+        if index:
+            np.add.at(total, tuple(np.broadcast_to(i, ds.shape) for i in index), share)
+        else:
+            total += share.sum()
 
 
 def _kept(p: Problem, b: int, h: int, visible: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -241,7 +241,8 @@ class _LearntArray(Argument):
     """``("learnt array", dtype name, ndim, far)``: the words of an array; offset and strides."""
 
     def type_of(self, kind: tuple[Any, ...], real: Lanes) -> Any:
-        return LearntArrayType(BoundArrayType(*kind[1:], real))
+        stored, ndim, far = kind[1:]
+        return LearntArrayType(BoundArrayType(stored, ndim, far, real))
 
     def words(self, kind: tuple[Any, ...]) -> int:
         return 2 + 3 * int(kind[2])

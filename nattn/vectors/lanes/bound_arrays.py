@@ -243,9 +243,7 @@ def read_elements(
     return (b.sext if element.signed else b.zext)(x, to.llvm)
 
 
-def _side_by_side(
-    b: Any, base: Any, offsets: Vector, stored: Any, each: Callable[[], Any]
-) -> Any:
+def _side_by_side(b: Any, base: Any, offsets: Vector, stored: Any, each: Callable[[], Any]) -> Any:
     """Read elements at once if they lie side by side, in either order, or are one; else by `each`.
 
     In tables of distances they do, for the positions of a vector's lanes follow each other; where a

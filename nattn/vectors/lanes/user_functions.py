@@ -66,7 +66,8 @@ class _Float(Argument):
 
 class _Array(Argument):
     def type_of(self, kind: tuple[Any, ...], real: Lanes) -> Any:
-        return BoundArrayType(*kind[1:], real)
+        stored, ndim, far = kind[1:]
+        return BoundArrayType(stored, ndim, far, real)
 
     def words(self, kind: tuple[Any, ...]) -> int:
         return 1 + 2 * int(kind[2])
