@@ -311,8 +311,8 @@ class Gradients(NamedTuple):
     """Gradients of a loss; None for what was not asked for.
 
     Each has the shape of the argument that it is named after, and its dtype in native byte order;
-    it is a NumPy array, or of the kind of q on a GPU. `dmods` is a dict of those of what a score_mod
-    is bound to, by their names in `wrt`.
+    it is a NumPy array, or of the kind of q on a GPU. `dmods` is a dict of those of what a
+    score_mod is bound to, by their names in `wrt`.
     """
 
     dq: NDArray[Any] | Any | None
