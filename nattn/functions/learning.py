@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .binding import Bound, Combination, Tree, Value
+from .binding import Bound, Combination, Tree, Value, constants
 
 PREFIX = "score_mod."
 """How the name of a bound value begins."""
@@ -126,7 +126,10 @@ def find(tree: Tree | None, name: str, *, argument: str = "wrt") -> Place:
     if not found:
         names = sorted({short for _, short, _ in known})
         bound = ", ".join(map(repr, names)) if names else "nothing, for no score_mod is bound"
-        raise ValueError(f"{argument}: expected names of what is bound: {bound}; got {name!r}")
+        last = name.rpartition(".")[2]
+        users = [f.function.__name__ for f in functions if last in constants(f.function)]
+        why = f", a constant of {users[0]}: bind it or capture it in a closure" if users else ""
+        raise ValueError(f"{argument}: expected names of what is bound: {bound}; got {name!r}{why}")
     if len(found) > 1:
         names = [long for long, _, _ in found]
         hint = ", ".join(map(repr, dict.fromkeys(names)))

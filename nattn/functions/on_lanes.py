@@ -163,7 +163,7 @@ def compilable(function: Any, inlined: Callable[..., Any]) -> Evaluate:
     for plain in (function, *binding.helpers(function)):
         found = unsupported(plain)
         if found is not None:
-            raise InexpressibleError((plain.__code__.co_filename, found.line), found.reason)
+            raise InexpressibleError((found.file, found.line), found.reason)
     copy, helpers = binding.frozen(function)
     for helper in helpers:
         inlined(helper)
@@ -260,7 +260,8 @@ def explained(name: str, tree: Tree, error: Exception) -> TypeError:
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)) or type(error).__name__  # no colours
     plain = [f for leaf in leaves(tree) for f in (leaf.function, *binding.helpers(leaf.function))]
-    where = _place(tree, error, {f.__code__.co_filename for f in plain})
+    files = {code.co_filename for f in plain for code in binding.codes(f.__code__)}
+    where = _place(tree, error, files)
     ours = "|".join(("leaf", "negated", "both", "either", "composed", *(f.__name__ for f in plain)))
     reasons = [
         r"(?:TypingError: |nopython mode pipeline.*\n\s*)(?=\S)(?!Failed in|No implementation)(.+)",
