@@ -315,7 +315,8 @@ def _one_head_backward(
 
     # s = s - slope * |pos - j| + bias
     i, j = np.arange(s.shape[0])[:, None], np.arange(s.shape[1])
-    dslope = -(ds * np.abs(i + p.q_offset[b] - j)).sum()
+    distance = np.abs(i + p.q_offset[b] - j)
+    dslope = -np.where(distance == 0, 0.0, ds * distance).sum()  # 0 times inf is 0 here
     dbias = ds
 
     # s = score_mod(scale * (q @ k.T))
