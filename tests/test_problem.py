@@ -75,13 +75,11 @@ class Callable_:
         return score
 
 
-def capturing() -> Callable[..., Any]:
-    captured = np.zeros(3)
+GLOBAL = np.zeros(3)
 
-    def captures(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + captured[kv_idx]
 
-    return captures
+def reads_global(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + GLOBAL[kv_idx]
 
 
 def blocks(B: int = B, H: int = Hq, Nq: int = Nq, Nk: int = Nk, q_offset: Any = 2) -> BlockMask:
@@ -389,10 +387,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         TypeError,
         ["score_mod", "x of plus"],
     ),
-    "score_mod captures an array": (
-        {"score_mod": capturing()},
+    "score_mod reads a global array": (
+        {"score_mod": reads_global},
         TypeError,
-        ["score_mod", "functools.partial", "captured"],
+        ["score_mod", "functools.partial", "the global GLOBAL"],
     ),
     "a part of a composition has a parameter left": (
         {"score_mod": mods.compose(functools.partial(plus, x=1.0), plus)},

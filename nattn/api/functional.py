@@ -311,7 +311,8 @@ class Gradients(NamedTuple):
     """Gradients of a loss; None for what was not asked for.
 
     Each has the shape of the argument that it is named after, and its dtype in native byte order;
-    it is a NumPy array, or of the kind of q on a GPU.
+    it is a NumPy array, or of the kind of q on a GPU. `dmods` is a dict of those of what a
+    score_mod is bound to, by their names in `wrt`.
     """
 
     dq: NDArray[Any] | Any | None
@@ -320,6 +321,7 @@ class Gradients(NamedTuple):
     dbias: NDArray[Any] | Any | None
     dsinks: NDArray[Any] | Any | None
     dalibi_slopes: NDArray[Any] | Any | None
+    dmods: Any = None
 
 
 @shows_arguments
@@ -349,6 +351,7 @@ def attention_backward(
         dbias       = ds, summed over the axes along which the bias was broadcast
         dslopes[h]  = -sum_ij ds[i, j] * |pos - j|
         dsinks[h]   = sum_i exp(sinks[h] - lse[i]) * (dlse[i] - delta[i])
+        dmods[x]    = sum_ij ds[i, j] * d score_mod / d x          for what it is bound to
         ds          = ds * d score_mod / d score, of softcap too   of s = scale * dot(q, k)
         dq[i]       = scale * sum_j ds[i, j] * k[j]
         dk[j]       = scale * sum_i ds[i, j] * q[i]
@@ -371,19 +374,21 @@ def attention_backward(
     dlse : array_like, optional
         Gradient with respect to `lse`, of its shape and dtype, if the loss depends on it.
     wrt : tuple or list of str, default ("q", "k", "v")
-        With respect to what: "q", "k", "v", "bias", "sinks" and "alibi_slopes". What is left out
-        is neither computed nor allocated.
+        With respect to what: "q", "k", "v", "bias", "sinks", "alibi_slopes", and floats that the
+        score_mod is bound to, arrays and numbers: "score_mod.table" is what a parameter `table` is
+        bound to and, if several functions of a composition have one, "score_mod.f.table" that of
+        the function `f`. What is left out is neither computed nor allocated.
     backend : {"auto", "cpu", "cuda", "reference"}, default "auto"
         As in `attention`.
     **args
         All other arguments of `attention` that its result depends on: those of the forward pass.
-        Of a `score_mod` no derivative is asked: it runs on dual numbers. Arrays that are bound to
-        it get no gradient.
+        Of a `score_mod` no derivative is asked: it runs on dual numbers.
 
     Returns
     -------
     Gradients
-        Named tuple ``(dq, dk, dv, dbias, dsinks, dalibi_slopes)``, None for what is not in `wrt`.
+        Named tuple ``(dq, dk, dv, dbias, dsinks, dalibi_slopes, dmods)``, None for what is not in
+        `wrt`; `dmods` is a mapping from the names of what the score_mod is bound to.
         Each has the shape of its argument, in its layout (where that is "bnhd", in host memory, as
         a view of a head-major array), and its dtype; that of integer slopes or sinks has the
         compute dtype. On a GPU they are arrays of the kind of q.
@@ -413,7 +418,10 @@ def attention_backward(
     of those where more than one key head would need them at once; one copy of dk and dv, padded to
     the width of a register tile; and three numbers for each query row. Of 16 bits these are all in
     float32, and so is one copy of out, unless that is passed in float32. A gradient of a bias of
-    shape ``(..., Nq, Nk)`` is itself a matrix.
+    shape ``(..., Nq, Nk)`` is itself a matrix, and so is that of an array as large; of arrays that
+    a function is bound to each task has sums of its own, of no more than 64 MiB together or, where
+    one takes more, on one thread. The function runs once more for each place in its code that
+    reads such an array, on a number and its derivative by what it read there.
 
     The gradient is that of FlashAttention-2 [1]_, with the key heads and parts of the keys as
     tasks. If `lse` and `out` are those of a softmax over more keys than `k` holds, what comes out
@@ -532,7 +540,14 @@ def _backward(
     incoming = results.check_incoming(problem, dout, out, lse, dlse)
     arrays = dict(zip(("dout", "out", "lse", "dlse"), incoming, strict=True))
     door = backends.choose(problem, backend, "backward", **arrays)
+    bound = [x for x in wrt if x not in WRT]
+    if bound and not door.LEARNS:
+        raise NotImplementedError(
+            f"wrt: expected names among {', '.join(map(repr, WRT))} on a GPU, whose kernels do not "
+            f"tell gradients of what functions are bound to yet, got {bound[0]!r}; with arrays in "
+            "host memory pass backend='cpu'"
+        )
     found = door.backward(problem, *incoming, names, progress=progress)
-    return Gradients(
-        *(results.gradient_as_given(problem, x, found[x]) if x in names else None for x in WRT)
-    )
+    given = {x: results.gradient_as_given(problem, x, found[x]) for x in names}
+    dmods = {x: given[x] for x in bound} if bound else None
+    return Gradients(**{f"d{x}": given.get(x) for x in WRT}, dmods=dmods)

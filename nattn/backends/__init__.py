@@ -5,7 +5,8 @@ it has, and ``refusals(problem, task, arrays)`` why it cannot do a call, a reaso
 that is in the way. Its door is a module that is imported when it is first asked for, with a
 function for each of these tasks. `KEEPS_EXACT` says whether results can be had as they are before
 they are rounded to 16 bits: whether its ``forward`` takes an array `exact` for the output, and its
-``backward`` a flag of that name. Nobody above reaches past a door, or knows what a backend cannot
+``backward`` a flag of that name. `LEARNS` says whether its ``backward`` tells gradients of what
+users' functions are bound to. Nobody above reaches past a door, or knows what a backend cannot
 do. A new backend is one folder, and one line here.
 """
 

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from ..call.problem import Problem
 from ..call.progress import Progress
+from ..functions.binding import Combination
 from ..functions.dropout import keep
+from ..functions.learning import PREFIX, Place, leaves
 from ..functions.on_arrays import ArrayFunction
 
 Float64Array = NDArray[np.float64]
@@ -21,6 +23,7 @@ Float64Array = NDArray[np.float64]
 
 OFFERS = frozenset({"forward", "backward", "observe", "weights"})
 KEEPS_EXACT = True
+LEARNS = True
 
 
 def refusals(problem: Problem, task: str, arrays: dict[str, Any]) -> list[str]:
@@ -99,7 +102,8 @@ def backward(
     lse, dlse : ndarray
         ``(B, Hq, Nq)``: the log-sum-exp, and its gradient if it has one.
     wrt : frozenset of str
-        Among "q", "k", "v", "bias", "sinks" and "alibi_slopes".
+        Among "q", "k", "v", "bias", "sinks", "alibi_slopes" and names of what the score_mod is
+        bound to.
     exact : bool, default False
         All gradients are exact here, whatever it is.
     progress : callable, optional
@@ -109,11 +113,14 @@ def backward(
     -------
     dict
         A gradient for each name: like q, k and v; of the bias ``problem.bias_shape``; ``(Hq,)``;
-        ``(B, Hq)``.
+        ``(B, Hq)``; that of what is bound.
     """
     p = problem
     shapes = {"q": p.q.shape, "k": p.k.shape, "v": p.v.shape, "bias": p.bias_shape or ()}
     shapes |= {"sinks": (p.Hq,), "alibi_slopes": (p.B, p.Hq)}
+    bound = {name: p.place_of(name) for name in wrt if name.startswith(PREFIX)}
+    functions = [f for tree in p.score_mods for f in leaves(tree)]
+    shapes |= {x: np.shape(functions[at.leaf].values[at.value]) for x, at in bound.items()}
     total = {name: np.zeros(shapes[name]) for name in wrt}
     with np.errstate(all="ignore"):
         for b in range(p.B):
@@ -128,8 +135,10 @@ def backward(
                 places: dict[str, Any]
                 places = {"q": (at_q, h, n_q), "k": (at_kv, kv, n_kv), "v": (at_kv, kv, n_kv)}
                 places |= {"sinks": h, "alibi_slopes": (b, h)}
-                for name in wrt - {"bias"}:
+                for name in wrt - {"bias"} - bound.keys():
                     total[name][places[name]] += found[name]
+                for name, place in bound.items():
+                    _add_bound(p, b, h, place, found["bias"], total[name])
                 if "bias" in wrt:
                     _add_broadcast(total["bias"], b, h, found["bias"])
                 if progress is not None:
@@ -306,7 +315,8 @@ def _one_head_backward(
 
     # s = s - slope * |pos - j| + bias
     i, j = np.arange(s.shape[0])[:, None], np.arange(s.shape[1])
-    dslope = -(ds * np.abs(i + p.q_offset[b] - j)).sum()
+    distance = np.abs(i + p.q_offset[b] - j)
+    dslope = -np.where(distance == 0, 0.0, ds * distance).sum()  # 0 times inf is 0 here
     dbias = ds
 
     # s = score_mod(scale * (q @ k.T))
@@ -315,6 +325,26 @@ def _one_head_backward(
     dk = p.scale * _weighted_sum(ds.T, q, visible.T)
     one = {"q": dq, "k": dk, "v": dv}
     return one | {"bias": dbias, "sinks": dsink, "alibi_slopes": dslope}
+
+
+def _add_bound(
+    p: Problem, b: int, h: int, place: Place, ds: Float64Array, total: Float64Array
+) -> None:
+    """Add what one head's scores say of a bound value, where the modifiers read it.
+
+    ``total[index] += ds * d(score) / d(value[index])``, for one reading after the other.
+    """
+    q, k = _queries_and_keys(p, b, h)
+    j = np.arange(len(k))[None, :]
+    pos = np.arange(len(q))[:, None] + p.q_offset[b]
+    every = ArrayFunction("score_mod", Combination("compose", p.score_mods), p.compute, place)
+    item, head = np.full((1, 1), b), np.full((1, 1), h)
+    for slope, index in every.readings(p.scale * (q @ k.T), item, head, pos, j):
+        share = np.where((ds == 0.0) | (slope == 0.0), 0.0, ds * slope)
+        if index:
+            np.add.at(total, tuple(np.broadcast_to(i, ds.shape) for i in index), share)
+        else:
+            total += share.sum()
 
 
 def _kept(p: Problem, b: int, h: int, visible: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..functions.binding import MASK_MOD, SCORE_MOD, Tree, resolve
+from ..functions.learning import Place, find_among, leaves
 from ..vectors import dtypes
 from . import device_arrays
 from .arguments import Arguments, with_defaults
@@ -105,6 +106,8 @@ class Problem:
         What happens to a score before the bias is added, in this order: softcap, the user's
         score_mod, ALiBi. The first is `mods.softcap` bound to ``cap``, a `compute` float; the
         last is `mods.alibi` bound to ``slopes``, a ``(B, Hq)`` view.
+    score_mod : Bound, Combination or None
+        That of them which was passed as such.
     mask_mod : Bound, Combination or None
         Which keys a position sees, from the argument of that name or from `block_mask`.
     block_mask : BlockMask or None
@@ -157,6 +160,7 @@ class Problem:
     mask: NDArray[np.bool_] | None
     bias: NDArray[Any] | None
     score_mods: tuple[Tree, ...]
+    score_mod: Tree | None
     mask_mod: Tree | None
     block_mask: BlockMask | None
     sinks: NDArray[Any] | None
@@ -319,6 +323,7 @@ class Problem:
                 *(() if user is None else (user,)),
                 *(() if slopes is None else (alibi_mod(slopes),)),
             ),
+            score_mod=user,
             mask_mod=tree,
             block_mask=blocks,
             sinks=None if sinks is None else check_sinks(sinks, Hq, compute),
@@ -334,6 +339,31 @@ class Problem:
             v_scales=None,
         )
         return problem
+
+    def place_of(self, name: str) -> Place:
+        """Return where the value of a name in a `wrt` is bound, among `score_mods`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As `learning.find` does.
+        """
+        if name == "alibi_slopes":
+            functions = [f for tree in self.score_mods for f in leaves(tree)]
+            return Place(len(functions) - 1, functions[-1].names.index("slopes"))
+        return find_among(self.score_mods, self.score_mod, name)
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        """Return the dtype of a gradient of what the score_mod is bound to, in native byte order.
+
+        That of the value, or of a number of Python's the compute dtype.
+        """
+        place = self.place_of(name)
+        function = [f for tree in self.score_mods for f in leaves(tree)][place.leaf]
+        value = function.values[place.value]
+        if isinstance(value, np.ndarray):
+            return value.dtype.newbyteorder("=")
+        return function.dtypes[place.value] or self.compute
 
     @property
     def out_shape(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..functions.learning import PREFIX
 from ..vectors import dtypes
 from . import device_arrays, tensors
 from .checks import as_array, overlaps_itself, share_memory, show
@@ -125,10 +126,18 @@ def check_wrt(problem: Problem, wrt: Any) -> frozenset[str]:
         If it is no tuple or list of names, or one is unknown, twice there or was not passed.
     """
     expected = "a tuple of names among " + ", ".join(map(repr, WRT))
+    expected += " and those of what the score_mod is bound to, as 'score_mod.table'"
     if not isinstance(wrt, (tuple, list)) or not all(isinstance(x, str) for x in wrt):
         raise TypeError(f"wrt: expected {expected}, got {show(wrt)}")
     for name in wrt:
-        if name not in WRT:
+        if name.startswith(PREFIX):
+            problem.place_of(name)
+        elif name.startswith("mask_mod."):
+            raise ValueError(
+                f"wrt: expected {expected}, got {name!r}, and what a mask is bound to has no "
+                "gradient: a key is visible or not"
+            )
+        elif name not in WRT:
             raise ValueError(f"wrt: expected {expected}, got {name!r}")
         if wrt.count(name) > 1:
             raise ValueError(f"wrt: expected each name once, got {name!r} twice")
@@ -228,10 +237,10 @@ def gradient_as_given(problem: Problem, name: str, x: NDArray[Any]) -> Any:
     Parameters
     ----------
     name : str
-        One of `WRT`.
+        One of `WRT`, or of what the score_mod is bound to.
     x : ndarray
-        Head-major and 4-D, of `bias_shape`, ``(Hq,)`` or for the slopes ``(B, Hq)``. On a GPU
-        what `new_gradient` returned.
+        Head-major and 4-D, of `bias_shape`, ``(Hq,)`` or for the slopes ``(B, Hq)``; of the shape
+        of what a function is bound to. On a GPU what `new_gradient` returned.
 
     Returns
     -------
@@ -242,6 +251,8 @@ def gradient_as_given(problem: Problem, name: str, x: NDArray[Any]) -> Any:
     if isinstance(x, DeviceArray):
         return x.source.owner
     with np.errstate(all="ignore"):  # a narrow dtype may overflow
+        if name.startswith(PREFIX):
+            return returned(problem, x.astype(problem.dtype_of(name), copy=False))
         if name not in LEARNT:
             x = x.astype(problem.dtype, copy=False)
             return returned(problem, as_given(problem, x))

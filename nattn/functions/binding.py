@@ -2,10 +2,10 @@
 
 A modifier is ``score_mod(score, b, h, q_idx, kv_idx, ...)`` and a mask ``mask_mod(b, h, q_idx,
 kv_idx, ...)``: plain Python in NumPy's style. Further parameters are bound as Python binds them,
-with `functools.partial` or a default, to arrays and numbers. `resolve` turns whatever the user
-passed into a tree that a backend can walk: a `Bound` for each function, a `Combination` where
-several were put together. Called with arrays, a tree is the dense definition of itself; a compiling
-backend takes it apart.
+with `functools.partial` or a default, to arrays and numbers; those that a closure captures are
+parameters too. `resolve` turns whatever the user passed into a tree that a backend can walk: a
+`Bound` for each function, a `Combination` where several were put together. Called with arrays, a
+tree is the dense definition of itself; a compiling backend takes it apart.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .captures import lifted
 
 SCORE_MOD = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_MOD = ("b", "h", "q_idx", "kv_idx")
@@ -42,20 +44,23 @@ class Bound:
     Attributes
     ----------
     function : function
-        The plain Python function.
+        The plain Python function; if it captures what it is bound to, `captures.lifted` of it.
     order : tuple of int
         For each of its parameters n, if it takes argument n of the call, or -1 - m, if it is
         bound to ``values[m]``.
     names : tuple of str
-        Names of the bound parameters.
+        Names of the bound parameters, then of captured variables.
     values : tuple
         Arrays in native byte order, ints (of 64 bits), floats and bools.
+    dtypes : tuple of dtype or None
+        Those of single numbers that came as arrays or as NumPy's scalars.
     """
 
     function: types.FunctionType
     order: tuple[int, ...]
     names: tuple[str, ...]
     values: tuple[Value, ...]
+    dtypes: tuple[np.dtype[Any] | None, ...] = ()
 
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
@@ -117,13 +122,14 @@ def resolve(
     Returns
     -------
     Bound or Combination
-        Of nothing but `Bound` and `Combination`.
+        Of nothing but `Bound` and `Combination`. Arrays, ints and floats in a closure's cells are
+        bound to parameters of their names, as they are now.
 
     Raises
     ------
     TypeError
-        If it is not such a function, takes other parameters, has some left unbound, or is bound to
-        something else than arrays and numbers, or captures an array.
+        If it is not such a function, takes other parameters, has some left unbound, is bound to
+        something else than arrays and numbers, or reads a global array.
 
     Examples
     --------
@@ -189,11 +195,10 @@ def _bind(
 ) -> Bound:
     signature = _signature(plain)
     for p in signature.parameters.values():
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY):
-            which = ("*, " if p.kind == p.KEYWORD_ONLY else "") + str(p).split("=")[0]
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             raise TypeError(
                 f"{name}: expected a function {call} with named parameters, got "
-                f"{plain.__name__}{signature}, of which {which} cannot be compiled"
+                f"{plain.__name__}{signature}, of which {p} cannot be compiled"
             )
     try:
         bound = signature.bind(*args, *_ARGUMENTS[:count], **keywords)
@@ -217,15 +222,42 @@ def _bind(
     order: list[int] = []
     names: list[str] = []
     values: list[Value] = []
-    for parameter, value in bound.arguments.items():
+    dtypes: list[np.dtype[Any] | None] = []
+
+    def bindable(variable: str, value: Any) -> bool:
+        return _can_be_bound(f"{name}: {variable} of {plain.__name__}", value, describe)
+
+    function, captured, contents = lifted(plain, bindable, _is_constant)
+    for parameter, value in (
+        *bound.arguments.items(),
+        *zip(captured, contents, strict=True),
+    ):
         if isinstance(value, _Argument):
             order.append(value.n)
             continue
         order.append(-1 - len(values))
         names.append(parameter)
         values.append(_value(name, plain.__name__, parameter, value, describe))
-    digest(plain, name)  # refuses what the function may not capture
-    return Bound(plain, tuple(order), tuple(names), tuple(values))
+        dtypes.append(None if isinstance(values[-1], np.ndarray) else _own_dtype(value))
+    digest(function, name)  # refuses what the function may not capture
+    return Bound(function, tuple(order), tuple(names), tuple(values), tuple(dtypes))
+
+
+def _can_be_bound(label: str, value: Any, describe: Describe | None) -> bool:
+    """Return whether a captured value becomes a parameter; `_value` may still refuse its dtype.
+
+    Single truths stay constants of the code: there are but two of them, and an `if` on one may
+    choose between what no vector can hold both.
+    """
+    if isinstance(value, np.generic):
+        return value.dtype in _ARRAYS and not isinstance(value, np.bool_)
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 63
+    if type(value) is float or isinstance(value, np.ndarray):
+        return True
+    if describe is None or _is_constant(value) or isinstance(value, types.ModuleType):
+        return False
+    return describe(label, value) is not None
 
 
 @dataclass(frozen=True)
@@ -245,12 +277,18 @@ _signatures: weakref.WeakKeyDictionary[types.FunctionType, tuple[Any, Any, inspe
 def _signature(function: types.FunctionType) -> inspect.Signature:
     """Return a function's signature without annotations; from memory, while it is the same."""
     code, defaults = function.__code__, function.__defaults__
-    found = _signatures.get(function)
+    found = None if function.__kwdefaults__ else _signatures.get(function)  # it may change
     if found is None or found[0] is not code or found[1] is not defaults:
         parameters = inspect.signature(function).parameters.values()
         bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
         found = _signatures[function] = code, defaults, bare
     return found[2]
+
+
+def _own_dtype(value: Any) -> np.dtype[Any] | None:
+    """Return the dtype of a single number in native byte order, None of Python's numbers."""
+    dtype = getattr(value, "dtype", None)
+    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else None
 
 
 def _value(
@@ -297,7 +335,8 @@ def digest(function: types.FunctionType, name: str = "function") -> str:
 
     That is its code with its constants, and the functions, numbers and modules that it finds in
     its closure and among its globals, recursively; not what its parameters are bound to, nor its
-    name or place. A change of a captured number changes the hash.
+    name or place. A change of such a number changes the hash: those that `resolve` binds are
+    found there no more.
 
     Raises
     ------
@@ -341,6 +380,16 @@ def helpers(function: types.FunctionType) -> list[types.FunctionType]:
     return [value for _, _, value in captured if isinstance(value, types.FunctionType)]
 
 
+def constants(function: types.FunctionType) -> set[str]:
+    """Return the names of the numbers that belong to a function's code: globals, for the most."""
+    digest(function)
+    return {
+        name
+        for _, name, value in _known[function][1]
+        if isinstance(value, bool | int | float | np.number | np.bool_)
+    }
+
+
 def frozen(function: types.FunctionType) -> tuple[types.FunctionType, list[types.FunctionType]]:
     """Copy a function with what it captures now, and the helpers that it may call.
 
@@ -381,17 +430,18 @@ def _copy(
     return new
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code and those of the functions that are made in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
 def code_text(code: types.CodeType) -> str:
     """Return what a code object does, as text: all but its name, its place and its line numbers."""
     parts = []
-    for c in _codes(code):
+    for c in codes(code):
         constants = [x for x in c.co_consts if not isinstance(x, types.CodeType)]
         counts = c.co_argcount, c.co_kwonlyargcount
         parts.append((c.co_code, constants, c.co_names, c.co_varnames, c.co_freevars, *counts))
@@ -404,7 +454,7 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
         yield cell, name, _current(cell, name)
     scope = function.__globals__
-    for code in _codes(function.__code__):
+    for code in codes(function.__code__):
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 # None for a builtin, and for what may be defined later
@@ -424,7 +474,7 @@ def _hash_function(
     open_functions.append(function)
     attributes: set[str] = set()
     hasher.update(code_text(function.__code__).encode())
-    for code in _codes(function.__code__):
+    for code in codes(function.__code__):
         attributes.update(code.co_names)
     if len(open_functions) > 1:  # those of the function itself are parameters like any other
         places = ("__code__", "__defaults__")  # which reloading a module replaces
@@ -454,9 +504,10 @@ def _hash_function(
                 scope = vars(value)
                 pending += [(scope, a, scope[a]) for a in sorted(attributes & scope.keys())]
         elif isinstance(value, np.ndarray):
+            how = "captures" if isinstance(owner, types.CellType) else "reads the global"
             raise TypeError(
                 f"{role}: expected arrays as parameters, bound with functools.partial("
-                f"{function.__name__}, {name}={name}), got {function.__name__}, which captures "
+                f"{function.__name__}, {name}={name}), got {function.__name__}, which {how} "
                 f"{name}, {_describe(value)}"
             )
         elif _is_constant(value):

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 
 class Unsupported(NamedTuple):
-    """A construct that cannot be compiled, and the line on which it stands."""
+    """A construct that cannot be compiled, and the line of a file on which it stands."""
 
     line: int
     reason: str
+    file: str = ""
 
 
 _LIST = "a list cannot be compiled: write a tuple"
@@ -78,6 +79,11 @@ def unsupported(function: types.FunctionType) -> Unsupported | None:
 
 
 def _in_code(code: types.CodeType, scope: dict[str, object]) -> Unsupported | None:
+    found = _first(code, scope)
+    return found if found is None or found.file else found._replace(file=code.co_filename)
+
+
+def _first(code: types.CodeType, scope: dict[str, object]) -> Unsupported | None:
     if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return Unsupported(code.co_firstlineno, "`async def` cannot be compiled: write def")
     if code.co_flags & inspect.CO_GENERATOR:

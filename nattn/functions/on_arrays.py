@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .binding import Bound, Combination, Tree
+from .learning import Place
 
 
 class ArrayFunction:
@@ -42,11 +43,15 @@ class ArrayFunction:
         The function.
     dtype : dtype
         Compute dtype: bound floats are rounded to it.
+    place : Place, optional
+        The bound value that `readings` tells of.
     """
 
-    def __init__(self, name: str, tree: Tree, dtype: np.dtype) -> None:
+    def __init__(self, name: str, tree: Tree, dtype: np.dtype, place: Place | None = None) -> None:
         self.name = name
         self.dtype = dtype
+        self._place, self._leaf = place, 0
+        self._learnt: _Learnt | None = None
         self.misses: list[tuple[str, NDArray[np.bool_]]] = []
         self._call = self._prepare(tree)
 
@@ -82,6 +87,33 @@ class ArrayFunction:
         value, slope = np.broadcast_arrays(np.asarray(value), np.asarray(slope))
         return value, np.where(value == -np.inf, 0.0, slope)
 
+    def readings(
+        self, score: Any, *args: Any
+    ) -> Iterator[tuple[NDArray[Any], tuple[NDArray[Any], ...]]]:
+        """Yield, for each place in the code that reads the value, what follows from the reading.
+
+        Yields
+        ------
+        slope : ndarray
+            The derivative of the score with respect to what is read there.
+        index : tuple of ndarray
+            Where that is in the value: an array for each axis, that broadcasts with the scores.
+        """
+        learnt = self._learnt
+        assert learnt is not None
+        call = [np.asarray(x).view(_Array) for x in (score, *args)]
+        learnt.wanted = 0
+        while True:
+            self.misses.clear()
+            learnt.passed = 0
+            result = self._call(*call)
+            if learnt.passed <= learnt.wanted:
+                return
+            slope = result.tangent if isinstance(result, Dual) else np.zeros(())
+            value = np.broadcast_to(np.asarray(_value(result)), np.shape(score))
+            yield np.where(value == -np.inf, 0.0, slope), learnt.index
+            learnt.wanted += 1
+
     def check_indices(self, visible: NDArray[np.bool_]) -> None:
         """Raise if a bound array was indexed out of range where a pair is visible.
 
@@ -99,14 +131,24 @@ class ArrayFunction:
     def _prepare(self, tree: Any) -> Callable[..., Any]:
         if isinstance(tree, Combination):
             return Combination(tree.operator, tuple(map(self._prepare, tree.parts)))
-        values: list[Any] = [
-            _Bounded(f"{name} of {tree.function.__name__}", rounded(value, self.dtype), self.misses)
-            if isinstance(value, np.ndarray)
-            else rounded(value, self.dtype)
-            for name, value in zip(tree.names, tree.values, strict=True)
-        ]
+        values: list[Any] = []
+        numbers: list[int] = []  # which of them is a number to learn
+        for n, (name, value) in enumerate(zip(tree.names, tree.values, strict=True)):
+            x: Any = rounded(value, self.dtype)
+            if isinstance(value, np.ndarray):
+                x = _Bounded(f"{name} of {tree.function.__name__}", x, self.misses)
+            if self._place == Place(self._leaf, n):
+                x = self._learnt = _Learnt(x)
+                numbers += [n] * (not isinstance(value, np.ndarray))
+            values.append(x)
+        self._leaf += 1
         bound = replace(tree, function=elementwise(tree.function), values=tuple(values))
-        return lambda *args: self._checked(bound, args)
+
+        def call(*args: Any) -> Any:
+            now = [x.number() if n in numbers else x for n, x in enumerate(bound.values)]
+            return self._checked(replace(bound, values=tuple(now)), args)
+
+        return call if numbers else lambda *args: self._checked(bound, args)
 
     def _checked(self, bound: Bound, args: tuple[Any, ...]) -> Any:
         try:
@@ -391,9 +433,51 @@ class _Bounded:
             miss = miss | (x < -n) | (x >= n)
             inside.append(np.clip(np.where(x < 0, x + n, x), 0, max(n - 1, 0)))
         self._misses.append((self._label, np.asarray(miss)))
+        self.inside = tuple(inside)
         if self.size == 0:
             return np.zeros(np.broadcast_shapes(*map(np.shape, inside)), self._array.dtype)
         return np.asarray(self._array[tuple(inside)]).view(_Array)
+
+
+class _Learnt:
+    """A bound value of which one reading after the other is the variable to differentiate by.
+
+    Attributes
+    ----------
+    wanted, passed : int
+        The number of the reading that is; how many there have been.
+    index : tuple of ndarray
+        Where it read.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self.wanted = self.passed = 0
+        self.index: tuple[Any, ...] = ()
+        if isinstance(value, _Bounded):
+            self.shape, self.ndim, self.size = value.shape, value.ndim, value.size
+            self.__array__ = value.__array__
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    __array_ufunc__ = None  # an array that meets it asks it, and finds no operator
+
+    def _read(self, x: Any, index: tuple[Any, ...]) -> Any:
+        self.passed += 1
+        if self.passed - 1 != self.wanted:
+            return x
+        self.index = index
+        x = np.asarray(x, np.float64).view(_Array)
+        return Dual(x, np.ones_like(x))
+
+    def number(self) -> Any:
+        """Read a number."""
+        return self._read(self._value, ())
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._value[index]
+        return self._read(found, self._value.inside)
 
 
 def _place(error: BaseException, function: types.FunctionType) -> str:

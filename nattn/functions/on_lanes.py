@@ -22,6 +22,7 @@ from ..vectors.lanes import Layout
 from . import binding
 from .binding import Bound, Tree
 from .constructs import unsupported
+from .learning import Learnt, leaves
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ class UserCode:
         return cls(_key(tree), tree)
 
 
-def _kind(value: binding.Value) -> tuple[Any, ...]:
+def _kind(value: binding.Value | Learnt) -> tuple[Any, ...]:
     """Return how a bound value is passed: see `nattn.vectors.lanes.Layout`."""
+    if isinstance(value, Learnt):
+        kind, *rest = _kind(value.value)
+        return (f"learnt {kind}", *rest)
     if isinstance(value, np.ndarray):
         far = max((*map(abs, value.strides), *value.shape)) >= 1 << 31
         return ("array", value.dtype.name, value.ndim, far)
@@ -58,13 +62,6 @@ def _key(tree: Tree) -> tuple[Any, ...]:
         kinds = tuple(map(_kind, tree.values))
         return (binding.digest(tree.function), tree.order, kinds)
     return (tree.operator, *(_key(part) for part in tree.parts))  # type: ignore[arg-type]
-
-
-def leaves(tree: Tree) -> list[Bound]:
-    """Return the functions of a tree, from left to right."""
-    if isinstance(tree, Bound):
-        return [tree]
-    return [leaf for part in tree.parts for leaf in leaves(part)]  # type: ignore[arg-type]
 
 
 def _own_place(array: NDArray[Any]) -> tuple[int, tuple[int, ...]]:
@@ -90,7 +87,8 @@ def words(
         As `nattn.vectors.lanes.Layout` has them, of 64 bits with a sign.
     """
     found: list[int] = []
-    for x in (value for leaf in leaves(tree) for value in leaf.values):
+    for value in (x for leaf in leaves(tree) for x in leaf.values):
+        x: Any = value.value if isinstance(value, Learnt) else value
         if isinstance(x, np.ndarray):
             address, strides = place(x)
             found += [address, *x.shape, *strides]
@@ -98,6 +96,8 @@ def words(
             found += struct.unpack("q", struct.pack("d", x))
         else:
             found.append(int(x))
+        if isinstance(value, Learnt):
+            found += [value.offset, *value.strides]
     return found
 
 
@@ -163,7 +163,7 @@ def compilable(function: Any, inlined: Callable[..., Any]) -> Evaluate:
     for plain in (function, *binding.helpers(function)):
         found = unsupported(plain)
         if found is not None:
-            raise InexpressibleError((plain.__code__.co_filename, found.line), found.reason)
+            raise InexpressibleError((found.file, found.line), found.reason)
     copy, helpers = binding.frozen(function)
     for helper in helpers:
         inlined(helper)
@@ -260,7 +260,8 @@ def explained(name: str, tree: Tree, error: Exception) -> TypeError:
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)) or type(error).__name__  # no colours
     plain = [f for leaf in leaves(tree) for f in (leaf.function, *binding.helpers(leaf.function))]
-    where = _place(tree, error, {f.__code__.co_filename for f in plain})
+    files = {code.co_filename for f in plain for code in binding.codes(f.__code__)}
+    where = _place(tree, error, files)
     ours = "|".join(("leaf", "negated", "both", "either", "composed", *(f.__name__ for f in plain)))
     reasons = [
         r"(?:TypingError: |nopython mode pipeline.*\n\s*)(?=\S)(?!Failed in|No implementation)(.+)",

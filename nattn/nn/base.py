@@ -348,7 +348,8 @@ def existing(x: Array, *lengths: Any) -> Array:
 
 def asked(grads: Gradients, wrt: Sequence[str]) -> Params:
     """Return the gradients of arguments that were asked for, under their names."""
-    return {name: getattr(grads, f"d{name}") for name in wrt}
+    bound = grads.dmods or {}
+    return {name: bound[name] if name in bound else getattr(grads, f"d{name}") for name in wrt}
 
 
 def check_out(

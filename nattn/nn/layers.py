@@ -174,7 +174,8 @@ class SelfAttention(Layer):
             ``(N, d_v)`` or ``(B, N, d_v)``; with ``return_lse=True`` it is ``(out, lse)``.
         backward : callable
             ``backward(dout, dlse=None, wrt=())`` returns `LayerGradients`. `wrt` may name
-            arguments that have a gradient too: "bias", "sinks", "alibi_slopes". It holds views of
+            what else has a gradient: "bias", "sinks", "alibi_slopes", and what a score_mod is bound
+            to. It holds views of
             x, of the parameters and, unless there is `out`, of the output: call it before they
             change.
         """
@@ -236,8 +237,7 @@ class MultiHeadAttention(Layer):
         Whether there are vectors ``b_q``, ``b_k``, ``b_v`` and ``b_o``; "qkv": the first three.
     positions : scheme of nattn.positional, optional
         What tells rows apart by where they stand. It acts on x, on q and k or on scores, as its
-        `acts_on` says; a context is not changed by one that acts on x. Of `T5Bias` beside a
-        mask_mod, a block_mask or ALiBi there is no gradient.
+        `acts_on` says; a context is not changed by one that acts on x.
     seed : int, default 0
         Of the weights, which are drawn from N(0, 1 / d_in), d_in being the first of their axes.
         Biases are 0.
@@ -440,7 +440,8 @@ class MultiHeadAttention(Layer):
             ``b_o``, or 0.
         backward : callable
             ``backward(dout, dlse=None, wrt=())`` returns `LayerGradients`. `wrt` may name
-            arguments that have a gradient too: "bias", "sinks", "alibi_slopes". It holds views of
+            what else has a gradient: "bias", "sinks", "alibi_slopes", and what a score_mod is bound
+            to. It holds views of
             x, the context and the parameters: call it before they change.
         """
         x, context, single = self._inputs(x, context)
@@ -467,13 +468,10 @@ class MultiHeadAttention(Layer):
             dlse = dlse if dlse is None or not single else np.asarray(dlse)[None]
             do, dp_o = linear_backward(dy, wide(o), p, "o")
             do = split_heads(self._rounded(do), self.num_heads)
-            dp_pos: Params = {}
-            if self._acts_on("scores"):
-                o_ = split_heads(o, self.num_heads)
-                dp_pos = self.positions.backward(
-                    do, q, k, v, o_, lse, dlse=dlse, backend=backend, **args
-                )
-            grads = attend_backward(do, dlse, ("q", "k", "v", *wrt))
+            scheme = self.positions if self._acts_on("scores") else None
+            learnt = () if scheme is None else scheme.wrt
+            grads = attend_backward(do, dlse, ("q", "k", "v", *learnt, *wrt))
+            dp_pos: Params = {} if scheme is None else scheme.collect(grads)
             dq, dk, dv = map(wide, cast(tuple[Array, Array, Array], grads[:3]))
             dh, dc, dp = self._project_backward(dq, dk, dv, h, c, args)
             dcontext = None if context is None else self._rounded(dc[0] if single else dc)

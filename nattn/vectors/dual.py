@@ -253,7 +253,8 @@ def _tangent(context: Any, b: Any, x: Any, ty: Any, to: Lanes) -> Tangent:
     return Tangent(as_lanes(context, b, b.extract_value(x, 1), ty.lanes, to))
 
 
-def _pair(value: Vector, tangent: Tangent) -> Any:
+def pair(value: Vector, tangent: Tangent) -> Any:
+    """Return a dual number of a value and its tangent."""
     b, t = value.b, value.type
     second = (tangent.vector or value.const(0.0)).value
     nothing = ir.Constant(ir.LiteralStructType([t, t]), ir.Undefined)
@@ -304,7 +305,7 @@ def _define(function: Any, arity: int, rule: Rule | None) -> None:
             literal = isinstance(t, types.IntegerLiteral)
             operands += [x.const(t.literal_value) if literal else x, _tangent(context, b, a, t, to)]
         z = Vector(b, z)
-        return _pair(z, rule(z, *operands))
+        return pair(z, rule(z, *operands))
 
     _teach(function, typer)
     kinds = (Dual, Lanes, types.Number, types.Boolean)
@@ -388,7 +389,7 @@ def _cast_to_dual(context: Any, b: Any, fromty: Any, toty: Any, value: Any) -> A
     """Give a variable that is assigned more than once its one type."""
     to = toty.lanes
     plain = as_lanes(context, b, _value(b, value, fromty), _plain(fromty), to)
-    return _pair(plain, _tangent(context, b, value, fromty, to))
+    return pair(plain, _tangent(context, b, value, fromty, to))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ def dual(typingctx: Any, value: Any, tangent: Any) -> Any:
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         slope = as_lanes(context, b, args[1], sig.args[1], value)
-        return _pair(Vector(b, args[0]), Tangent(slope))
+        return pair(Vector(b, args[0]), Tangent(slope))
 
     return Dual(value)(value, tangent), codegen
 
@@ -417,7 +418,7 @@ def seed(typingctx: Any, score: Any) -> Any:
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         x = Vector(b, args[0])
-        return _pair(x, Tangent(x.const(1.0)))
+        return pair(x, Tangent(x.const(1.0)))
 
     return Dual(score)(score), codegen
 

@@ -34,6 +34,7 @@ from .arrays import STRIDED, rows_of
 from .gradients import (
     add_sums,
     clear,
+    copy,
     differentiate,
     differentiate_dropped,
     fill,
@@ -86,9 +87,12 @@ ARGS = job_record(
         *("wants_dq", ("dk", STRIDED), ("dv", STRIDED)),
         # sums of the gradient of the scores: address and byte strides of the bias's own (stride 0
         # along a row: one for all; address 0: not wanted); whether it has one row for all queries;
-        # sums over keys, plain and times the distance, and bytes from those of a split to the next
+        # sums over keys, and bytes from those of a split to the next
         *("dbias_ptr", "dbias_b", "dbias_h", "dbias_i", "dbias_j", "bias_columns"),
-        *(("row_sum", STRIDED), ("distance_sum", STRIDED), "sums_part"),
+        *(("row_sum", STRIDED), "sums_part"),
+        # gradients of what functions are bound to: address of those of the first task, bytes from
+        # one task's to the next
+        *(("learn_functions", FUNCTIONS), "learnt_ptr", "learnt_task"),
         # address of the plan; a table of `ITEM`s
         *("plan_ptr", ("tasks", TABLE)),
         ("visible", VISIBLE),
@@ -134,9 +138,9 @@ WORK = Struct(
         # one after the other for all tiles: probabilities, later what dv is made of, and dp, later
         # ds; rows of q and dout, [lanes][padded]
         *("probs_ptr", "dscores_ptr", "query_rows_ptr", "dout_rows_ptr"),
-        # of the tile at hand: derivatives of the modifiers, probabilities before dropout, what is
-        # hidden
-        *("derivs_ptr", "plain_ptr", "hidden_ptr"),
+        # of the tile at hand: scores before the modifiers, their derivatives, probabilities before
+        # dropout, what is hidden
+        *("raw_ptr", "derivs_ptr", "plain_ptr", "hidden_ptr"),
         # keys and values of the block packed by rows, and the keys by panels; a row of dout, and of
         # out; ones
         *("keys_ptr", "values_ptr", "panels_ptr", "dout_row_ptr", "out_row_ptr", "ones_ptr"),
@@ -152,9 +156,9 @@ TILE = Struct(
     (
         *OF_A_TILE,
         # queries [D][lanes], dout [Dv][lanes], sums for dq [dq_columns][lanes]; for each lane: lse,
-        # delta, sums of ds, and of ds times the distance
+        # delta, sums of ds
         *("queries_ptr", "douts_ptr", "dq_acc_ptr"),
-        *("lse_row_ptr", "delta_row_ptr", "sums_ptr", "distance_sums_ptr"),
+        *("lse_row_ptr", "delta_row_ptr", "sums_ptr"),
     ),
 )
 """A tile of query rows, and what is summed up for it."""
@@ -182,14 +186,15 @@ def backward_worker(tile, wide):
         for i in range(tile.MV):
             store(w.ones_ptr + i * tile.W * size, splat(tile, 1.0))
         block_kv, derivs = plan.block_kv, w.derivs_ptr
-        sums = a.dbias_ptr != 0 or a.row_sum.ptr != 0 or a.distance_sum.ptr != 0
-        wants_scores = a.wants_dq != 0 or a.dk.ptr != 0 or sums
+        sums, learns = a.dbias_ptr != 0 or a.row_sum.ptr != 0, a.learn_functions.count > 0
+        wants_scores = a.wants_dq != 0 or a.dk.ptr != 0 or sums or learns
         wants_products = wants_scores or a.dv.ptr != 0
         while True:
             task = take_task(a.job_ptr)
             if task < 0:
                 break
             item = view(ITEM, find_task(a.tasks, task))
+            context.learnt_ptr = a.learnt_ptr + task * a.learnt_task
             task -= item.first_task
             b, kv_head = item.item, task // item.n_splits
             split = task - kv_head * item.n_splits
@@ -317,6 +322,8 @@ def backward_worker(tile, wide):
                             if a.score_functions.count:
                                 fill(tile, derivs, n_keys, 1.0)
                                 context.first_key, context.n_keys = t_lo, n_keys
+                                if learns:
+                                    copy(tile, p, n_keys, w.raw_ptr)
                                 flags = apply(a.score_functions, p, derivs, address_of(context))
                                 error_flags |= flags >> 2
                             if mixed > 0:
@@ -341,6 +348,9 @@ def backward_worker(tile, wide):
                             if sums and not skip_hidden:
                                 context.first_key, context.n_keys = t_lo, n_keys
                                 add_sums(tile, a, context, t, ds)
+                            if learns and not skip_hidden:
+                                context.first_key, context.n_keys = t_lo, n_keys
+                                apply(a.learn_functions, w.raw_ptr, ds, address_of(context))
                             if a.score_functions.count:
                                 for m in range(n_keys * tile.MV):
                                     at = ds + m * tile.W * size

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 KEEPS_EXACT = True
+LEARNS = True
 
 
 def info() -> dict[str, Any]:

@@ -8,7 +8,6 @@ from ...vectors.lanes import (
     exp2_nonpositive,
     lane_of,
     load,
-    load_index,
     load_old,
     read,
     read_int64,
@@ -123,6 +122,13 @@ def fill(tile, at, rows, x):
 
 
 @device
+def copy(tile, at, rows, to):
+    """Copy rows of a tile."""
+    for n in range(rows * tile.MV):
+        store(to + n * tile.W * tile.itemsize, load(tile, at + n * tile.W * tile.itemsize))
+
+
+@device
 def clear(tile, probs, dscores, begin, end, skip_hidden):
     """Set rows of both tiles to 0, or to what is hidden."""
     row = tile.lanes * tile.itemsize
@@ -160,7 +166,6 @@ def reset_sums(tile, plan, t):
     """Set what a tile adds up to 0."""
     fill(tile, t.dq_acc_ptr, plan.dq_columns, 0.0)
     fill(tile, t.sums_ptr, 1, 0.0)
-    fill(tile, t.distance_sums_ptr, 1, 0.0)
 
 
 @device
@@ -168,19 +173,13 @@ def add_sums(tile, a, context, t, ds):
     """Add the gradient of a tile of scores to that of the bias, and to the sums over keys."""
     size, width, row = tile.itemsize, tile.W, tile.lanes * tile.itemsize
     n_keys = context.n_keys
-    if a.row_sum.ptr or a.distance_sum.ptr:
+    if a.row_sum.ptr:
         for i in range(tile.MV):
             at = i * width * size
             plain = load(tile, t.sums_ptr + at)
-            weighted = load(tile, t.distance_sums_ptr + at)
-            position = load_index(tile, "int64", context.rows_ptr + 8 * i * width, context.offset)
             for n in range(n_keys):
-                x = load(tile, ds + n * row + at)
-                plain += x
-                if a.distance_sum.ptr:
-                    weighted += x * np.abs(position - (context.first_key + n))
+                plain += load(tile, ds + n * row + at)
             store(t.sums_ptr + at, plain)
-            store(t.distance_sums_ptr + at, weighted)
     if a.dbias_ptr == 0:
         return
     base = a.dbias_ptr + context.batch * a.dbias_b + context.first_key * a.dbias_j
@@ -234,16 +233,12 @@ def sum_lanes(tile, at, first, last):
 @device
 def write_sums(tile, a, context, t, split):
     """Write a tile's sums over the keys of a split."""
-    size = tile.itemsize
+    if a.row_sum.ptr == 0:
+        return
     plain = item_of(a.row_sum, context.batch) + split * a.sums_part
-    weighted = item_of(a.distance_sum, context.batch) + split * a.sums_part
     for lane in range(t.n_valid):
-        if a.row_sum.ptr:
-            at = row_of(context, a.row_sum, plain, lane)
-            write(tile, at, read(tile, t.sums_ptr + lane * size))
-        if a.distance_sum.ptr:
-            at = row_of(context, a.distance_sum, weighted, lane)
-            write(tile, at, read(tile, t.distance_sums_ptr + lane * size))
+        at = row_of(context, a.row_sum, plain, lane)
+        write(tile, at, read(tile, t.sums_ptr + lane * tile.itemsize))
 
 
 @device

@@ -16,6 +16,7 @@ from . import jobs, score, tile_functions, tiles
 from .arrays import NOWHERE, strided
 from .backward import ARGS, PLAN, TILE, WORK, backward_worker
 from .launch import forward
+from .learning import Learning
 from .schedule import DQ_PTR, Sizes, schedule
 from .tables import table_fields
 from .totals import add_up, first_rows
@@ -91,7 +92,7 @@ def _image(tile: Tile, n_tiles: int, f: dict[str, int]) -> Image:
         **dict.fromkeys(("probs_ptr", "dscores_ptr"), n_tiles * f["probs_stride"]),
         "query_rows_ptr": n_tiles * lanes // tile.per_word * f["padded_D"] * size,
         "dout_rows_ptr": n_tiles * lanes // tile.per_word * f["padded_Dv"] * size,
-        **dict.fromkeys(("derivs_ptr", "plain_ptr", "hidden_ptr"), f["probs_stride"]),
+        **dict.fromkeys(("raw_ptr", "derivs_ptr", "plain_ptr", "hidden_ptr"), f["probs_stride"]),
         "keys_ptr": n_rows * f["D"] * size,
         "values_ptr": n_rows * f["Dv"] * size,
         "panels_ptr": n_rows * f["dq_columns"] * size,
@@ -104,7 +105,7 @@ def _image(tile: Tile, n_tiles: int, f: dict[str, int]) -> Image:
         "douts_ptr": f["Dv"] * lanes * size,
         "dq_acc_ptr": f["dq_columns"] * lanes * size,
     }
-    rows = ("lse_row_ptr", "delta_row_ptr", "sums_ptr", "distance_sums_ptr")
+    rows = ("lse_row_ptr", "delta_row_ptr", "sums_ptr")
     each |= dict.fromkeys(rows, lanes * size)
     return image(WORK, shared, TILE, each, n_tiles)
 
@@ -138,7 +139,8 @@ def backward(
     lse, dlse : ndarray
         ``(B, Hq, Nq)``, contiguous: the log-sum-exp, and its gradient if it has one.
     wrt : frozenset of str
-        Among "q", "k", "v", "bias", "sinks" and "alibi_slopes".
+        Among "q", "k", "v", "bias", "sinks", "alibi_slopes" and names of what the score_mod is
+        bound to.
     exact : bool, default False
         Whether the gradients of q, k and v are wanted in the compute dtype, not rounded.
     progress : callable, optional
@@ -188,6 +190,7 @@ def backward(
             columns = shape[2] == 1 and p.Nq != 1
             strides = tuple(0 if n == 1 else s for n, s in zip(shape, dbias.strides, strict=True))
             items_apart, heads_apart = shape[0] < p.B, shape[1] < p.Hq
+    learnt = Learning(p, wrt, plan.tile)
     runs, n_splits = schedule(
         Sizes(
             shape=p.q.shape,
@@ -203,11 +206,11 @@ def backward(
             most_partials=MOST_PARTIALS,
             items_apart=items_apart,
             heads_apart=heads_apart,
+            learnt_bytes=learnt.n_bytes,
         )
     )
     sums = (int(n_splits.max(initial=1)), *lse.shape)
     row_sum = np.zeros(sums, p.compute) if by_row else None
-    distance_sum = np.zeros(sums, p.compute) if "alibi_slopes" in wrt else None
     functions = tile_functions.bind(p, plan.tile, packed=False, derive=True)
     each = 10 * (p.D + p.Dv) + 100
     fields = {
@@ -226,34 +229,40 @@ def backward(
         **dict(zip(("dbias_b", "dbias_h", "dbias_i", "dbias_j"), strides, strict=True)),
         "bias_columns": columns,
         "row_sum": NOWHERE if row_sum is None else strided(row_sum[0][..., None], p.q_starts),
-        "distance_sum": (
-            NOWHERE if distance_sum is None else strided(distance_sum[0][..., None], p.q_starts)
-        ),
         "sums_part": lse.nbytes,
+        "learn_functions": learnt.functions,
         "plan_ptr": plan.record.ctypes.data,
         "visible": visible(p),
         "scale": p.scale,
         "kept": 1.0 - p.dropout_p,
         **functions.fields,
     }
-    keepalive = (p, dout, out, lse, dlse, delta, dk, dv, room_starts, dbias, row_sum, distance_sum)
+    keepalive = (p, dout, out, lse, dlse, delta, dk, dv, room_starts, dbias, row_sum, learnt)
     for run in runs:
         table = run.table.copy()
         partials = np.zeros(run.room, p.compute) if run.room else None
         table[:, DQ_PTR] += np.where(run.partial, jobs.address(partials), jobs.address(dq))
         flops = float(p.group * run.pairs) * each
+        tables = learnt.tables(run.n_tasks, MOST_PARTIALS)
+        alone = flops < jobs.TINY or (run.n_tasks > 1 and len(tables) == 1)
         error_flags = jobs.run_job(
             plan.worker,
             ARGS,
-            fields | {"tasks": table_fields(table)},
+            fields
+            | {
+                "tasks": table_fields(table),
+                "learnt_ptr": tables.ctypes.data,
+                "learnt_task": tables.strides[0] if len(tables) == run.n_tasks else 0,
+            },
             n_tasks=run.n_tasks,
-            n_threads=1 if flops < jobs.TINY else jobs.thread_count(),
+            n_threads=1 if alone else jobs.thread_count(),
             scratch_bytes=plan.image.n_bytes,
             flops=flops,
-            keepalive=(keepalive, dq, partials, table, plan, functions),
+            keepalive=(keepalive, dq, partials, table, plan, functions, tables),
             progress=progress,
         )
         score.raise_for_flags(functions.names, error_flags)
+        learnt.add(tables)
         if dq is not None and partials is not None:
             add_up(
                 **run.sums | {"total_ptr": run.sums["total_ptr"] + dq.ctypes.data},
@@ -296,8 +305,7 @@ def backward(
             found["bias"] = dbias
         if row_sum is not None:
             found["bias"] = _bias_of_rows(p, row_sum)
-        if distance_sum is not None:
-            found["alibi_slopes"] = _slope_gradient(p, n_splits, distance_sum)
+    found |= learnt.gradients()
     return found
 
 
@@ -327,22 +335,6 @@ def _bias_of_rows(p: Problem, row_sum: NDArray[Any]) -> NDArray[Any]:
         axes = tuple(n for n in range(2) if p.bias_shape[n + 1] == 1)
         own = own.sum(axis=axes, keepdims=True) if axes else own
         gradient[b if p.bias_shape[0] > 1 else 0, :, : own.shape[1]] += own
-    return gradient
-
-
-def _slope_gradient(
-    p: Problem, n_splits: NDArray[np.int64], distance_sum: NDArray[Any]
-) -> NDArray[Any]:
-    """Return the gradient of each head's slope, of each item, from sums over keys."""
-    if p.q_starts is None:
-        gradient: NDArray[Any] = -distance_sum.sum(axis=(0, 3))
-        return gradient
-    gradient = np.zeros((p.B, p.Hq), p.compute)
-    for b in range(p.B):
-        at, rows = p.q_place(b)
-        # as of the item alone: the order in memory decides that of a sum
-        own = np.ascontiguousarray(distance_sum[: n_splits[b], at : at + 1, :, rows])
-        gradient[b] = -own.sum(axis=(0, 3))[0]
     return gradient
 
 

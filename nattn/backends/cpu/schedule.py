@@ -41,6 +41,8 @@ class Sizes(NamedTuple):
         Bytes of partial dq that are kept at once, if more than one key head has to be.
     items_apart, heads_apart : bool
         Whether items, or even key heads, add to the same elements of a gradient.
+    learnt_bytes : int
+        Bytes of the gradients of bound values, which each task has of its own.
     """
 
     shape: tuple[int, ...]
@@ -56,6 +58,7 @@ class Sizes(NamedTuple):
     most_partials: int
     items_apart: bool
     heads_apart: bool
+    learnt_bytes: int
 
 
 class Run(NamedTuple):
@@ -108,7 +111,8 @@ def schedule(sizes: Sizes) -> tuple[tuple[Run, ...], NDArray[np.int64]]:
     work = q_lens * kv_lens
     order = np.flatnonzero(work) if Hq else np.zeros(0, np.int64)
     order = order[np.argsort(-(work // n_splits)[order], kind="stable")]
-    sizes_in_order = head_numbers[order] * z.itemsize * z.Hkv
+    own = head_numbers * z.itemsize + n_splits * z.learnt_bytes
+    sizes_in_order = own[order] * z.Hkv
     made = []
     for begin, end, first, heads in _runs(sizes_in_order.tolist(), z):
         of = order[begin:end]

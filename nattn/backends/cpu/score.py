@@ -93,8 +93,9 @@ CONTEXT = Struct(
         *("tile_max_ptr", "mask_ptr"),
         # scratch: addresses of an int64 for each lane, and of W x W floats
         *("table_ptr", "temp_ptr"),
-        # of probabilities: address of the vectors that they are relative to
-        "row_max_ptr",
+        # of probabilities: address of the vectors that they are relative to; of gradients: address
+        # of those of what functions are bound to
+        *("row_max_ptr", "learnt_ptr"),
     ),
 )
 """Which scores a tile holds."""
@@ -239,7 +240,7 @@ def masked(c, lane, key):
     return read_int8(at) == 0
 
 
-def _head(packed, index):
+def head_reader(packed, index):
     """Return how a tile function reads the heads of a vector of lanes: one, or one for each."""
     if packed:
 
@@ -262,7 +263,7 @@ def _over_tile(tile, index, packed, step):
     "int32", or "int64" where positions may be large; with `packed` the lanes of a tile belong to
     several heads.
     """
-    head = _head(packed, index)
+    head = head_reader(packed, index)
     size, width = tile.itemsize, tile.W
 
     def function(scores, deriv, context, params):
@@ -365,10 +366,20 @@ def user_function(
         If lanes cannot express it: the text names the line and the remedy.
     """
     make = restrict if name == "mask_mod" else modify_and_derive if derive else modify
+    return compiled(name, make, tree, tile, positions, packed)
+
+
+def compiled(
+    name: str, make: Any, tree: Tree, tile: Tile, positions: int, *more: Any
+) -> TileFunction:
+    """Compile a tile function of a user's, made by ``make(tile, source, index, *more)``; bind it.
+
+    For the parameters see `user_function`.
+    """
     one = Tile(tile.dtype, tile.W, 1, 1)  # of all storage types
     index = "int32" if positions < INDEX_BOUND else "int64"
     try:
-        address = make(one, UserCode.of(tree), index, packed)
+        address = make(one, UserCode.of(tree), index, *more)
     except COMPILER_ERRORS as error:
         raise explained(name, tree, error) from error
     return TileFunction(address, np.array(words(tree), np.int64), (tree,))
@@ -389,7 +400,7 @@ def drop(tile, packed):
 
     One counter gives the words of four neighbouring keys. Params: the seed's words, the threshold.
     """
-    head = _head(packed, "int64")
+    head = head_reader(packed, "int64")
     size, width = tile.itemsize, tile.W
     philox = compilable(dropout.philox, inlined)
 

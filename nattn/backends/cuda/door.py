@@ -18,6 +18,7 @@ from .target import SIMULATED
 __all__ = ["backward", "check_usable", "forward"]
 
 KEEPS_EXACT = False
+LEARNS = False
 
 
 @functools.cache  # what raised is tried again

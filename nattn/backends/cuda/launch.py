@@ -13,6 +13,7 @@ from ...call.device_arrays import DeviceArray
 from ...call.problem import Problem
 from ...call.results import new_gradient
 from ...functions import mods, on_lanes
+from ...functions.learning import leaves
 from ...vectors import dtypes
 from . import backward, diagnosis, forward, operands, tiles
 from .memory import COPY_ARGS, DeviceBuffer, DeviceMemory, SmallArrays, copy_kernel
@@ -176,7 +177,7 @@ def _may_miss(p: Problem) -> bool:
     return any(
         isinstance(value, np.ndarray) and leaf.function is not mods.alibi
         for tree in every
-        for leaf in on_lanes.leaves(tree)
+        for leaf in leaves(tree)
         for value in leaf.values
     )
 

@@ -6,6 +6,7 @@ Nothing outside of an array is ever read. An index that lies there sets the erro
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -136,12 +137,17 @@ def _indices(array: BoundArrayType, index: Any) -> list[Any]:
     return given
 
 
+def index_width(array: BoundArrayType, index: Any) -> int:
+    """Return how many lanes an index has, or raise what is wrong with it."""
+    given = _indices(array, index)
+    return max((ty.width for ty in given if isinstance(ty, Lanes)), default=1)
+
+
 @typed(operator.getitem)
 def _type_getitem(array: Any, index: Any) -> Any:
     if not isinstance(array, BoundArrayType):
         return None
-    given = _indices(array, index)
-    return array.element(max((ty.width for ty in given if isinstance(ty, Lanes)), default=1))
+    return array.element(index_width(array, index))
 
 
 @lower_builtin(operator.getitem, BoundArrayType, types.Any)
@@ -151,43 +157,82 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     A negative index counts from the end. Lanes whose index is outside read element 0, or 0 where
     there is none, and their error flags are set.
     """
-    ty, to = sig.args[0], sig.return_type
-    array = cgutils.create_struct_proxy(ty)(context, b, args[0])
-    several = isinstance(sig.args[1], types.BaseTuple)
-    narrow = Lanes(types.int32, to.width, to.real)
+    to = sig.return_type
+    indices = indices_within(context, b, sig.args, args, to.width)
+    return read_elements(context, b, sig.args[0], args[0], indices, to)
+
+
+def indices_within(context: Any, b: Any, kinds: Any, values: Any, width: int) -> list[Vector]:
+    """Return int64 indices that lie within an array, one for each of its axes.
+
+    Parameters
+    ----------
+    context, b
+        Those of the lowering.
+    kinds, values : tuple
+        Types and values of the array and of the index.
+    width : int
+        Lanes of the index.
+
+    Returns
+    -------
+    list of Vector
+        Negative ones count from the end; 0 in lanes whose index is outside, of which the error
+        flags are set.
+    """
+    ty = kinds[0]
+    array = cgutils.create_struct_proxy(ty)(context, b, values[0])
+    several = isinstance(kinds[1], types.BaseTuple)
+    narrow = Lanes(types.int32, width, ty.real.dtype)
     wide = narrow.of(types.int64)
+    found: list[Vector] = []
+    outside = None
+    for axis, kind in enumerate(_indices(ty, kinds[1])):
+        value = b.extract_value(values[1], axis) if several else values[1]
+        size = b.extract_value(array.shape, axis)
+        small = not ty.far and isinstance(kind, Lanes) and kind.dtype == types.int32
+        i = as_lanes(context, b, value, kind, narrow if small else wide)
+        n = Vector(b, broadcast(b, b.trunc(size, I32) if small else size, width))
+        i = i.cmp("<", 0).where(i + n, i)
+        beyond = Vector(b, b.icmp_unsigned(">=", i.value, n.value))
+        i = beyond.where(0, i)
+        found.append(Vector(b, b.sext(i.value, wide.llvm)) if small else i)
+        outside = beyond if outside is None else outside | beyond
+    assert outside is not None
+    _set_error_flags(b, array.error_flags, outside, ty.real.width)
+    return found
+
+
+def read_elements(
+    context: Any, b: Any, ty: Any, value: Any, indices: list[Vector], to: Lanes
+) -> Any:
+    """Return the elements of an array at indices that `indices_within` has found."""
+    array = cgutils.create_struct_proxy(ty)(context, b, value)
     # An empty array has no element 0: every offset is 0, and the address that of a zero.
     empty = ir.Constant(ir.IntType(1), 0)
     for axis in range(ty.ndim):
         size = b.extract_value(array.shape, axis)
         empty = b.or_(empty, b.icmp_signed("==", size, I64(0)))
-    offsets = outside = None
-    for axis, kind in enumerate(_indices(ty, sig.args[1])):
-        value = b.extract_value(args[1], axis) if several else args[1]
-        size = b.extract_value(array.shape, axis)
+    offsets = None
+    for axis, i in enumerate(indices):
         stride = b.select(empty, I64(0), b.extract_value(array.strides, axis))
-        small = not ty.far and isinstance(kind, Lanes) and kind.dtype == types.int32
         if not ty.far:  # says so to LLVM, which has a cheap product for it
             stride = b.sext(b.trunc(stride, I32), I64)
-        i = as_lanes(context, b, value, kind, narrow if small else wide)
-        n = Vector(b, broadcast(b, b.trunc(size, I32) if small else size, to.width))
-        i = i.cmp("<", 0).where(i + n, i)
-        beyond = Vector(b, b.icmp_unsigned(">=", i.value, n.value))
-        i = beyond.where(0, i)
-        if small:
-            i = Vector(b, b.sext(i.value, wide.llvm))
         offset = i * Vector(b, broadcast(b, stride, to.width))
         offsets = offset if offsets is None else offsets + offset
-        outside = beyond if outside is None else outside | beyond
     assert offsets is not None
-    assert outside is not None
-    _set_error_flags(b, array.error_flags, outside, ty.real.width)
     base = b.select(empty, b.ptrtoint(_nothing(b), I64), array.address)
     stored = STORED.get(ty.stored) or ir.IntType(getattr(types, ty.stored).bitwidth)
-    x = ir.Constant(vector_type(stored, to.width), ir.Undefined)
-    for lane in range(to.width):
-        at = b.add(base, extract(b, offsets.value, lane))
-        x = insert(b, x, emit_load_constant(b, at, stored), lane)
+
+    def each() -> Any:
+        x = ir.Constant(vector_type(stored, to.width), ir.Undefined)
+        for lane in range(to.width):
+            at = b.add(base, extract(b, offsets.value, lane))
+            x = insert(b, x, emit_load_constant(b, at, stored), lane)
+        return x
+
+    wide = isinstance(to.dtype, types.Float) and to.width > 1 and not on_gpu(b)
+    x = _side_by_side(b, base, offsets, stored, each) if wide else each()
     if isinstance(to.dtype, types.Float):
         return from_storage(b, x, ty.stored, to)
     if isinstance(to.dtype, types.Boolean):
@@ -196,6 +241,48 @@ def _gather(context: Any, b: Any, sig: Any, args: Any) -> Any:
     if element.bitwidth == to.dtype.bitwidth:
         return x
     return (b.sext if element.signed else b.zext)(x, to.llvm)
+
+
+def _side_by_side(b: Any, base: Any, offsets: Vector, stored: Any, each: Callable[[], Any]) -> Any:
+    """Read elements at once if they lie side by side, in either order, or are one; else by `each`.
+
+    In tables of distances they do, for the positions of a vector's lanes follow each other; where a
+    distance is clipped all lanes read the same.
+    """
+    width = offsets.width
+    size = {ir.HalfType: 2, ir.FloatType: 4, ir.DoubleType: 8}.get(type(stored), 0)
+    if isinstance(stored, ir.IntType):
+        size = stored.width // 8
+    first = extract(b, offsets.value, 0)
+    apart = b.sub(offsets.value, broadcast(b, first, width))
+    ty = vector_type(stored, width)
+    found: list[tuple[Any, Any]] = []
+    end = b.append_basic_block("read")
+    for step in (size, -size, 0):
+        ladder = ir.Constant(offsets.type, [step * lane for lane in range(width)])
+        differs = b.bitcast(b.icmp_signed("!=", apart, ladder), ir.IntType(width))
+        follow, other = b.append_basic_block("follow"), b.append_basic_block("other")
+        b.cbranch(b.icmp_signed("==", differs, ir.Constant(differs.type, 0)), follow, other)
+        b.position_at_end(follow)
+        lowest = b.sub(first, I64(size * (width - 1))) if step < 0 else first
+        at = b.add(base, lowest)
+        if step == 0:
+            x = broadcast(b, emit_load_constant(b, at, stored), width)
+        else:
+            x = emit_load_constant(b, at, ty)
+        if step < 0:
+            order = ir.Constant(ir.VectorType(I32, width), list(reversed(range(width))))
+            x = b.shuffle_vector(x, x, order)
+        found.append((x, b.block))
+        b.branch(end)
+        b.position_at_end(other)
+    found.append((each(), b.block))
+    b.branch(end)
+    b.position_at_end(end)
+    joined = b.phi(ty)
+    for x, block in found:
+        joined.add_incoming(x, block)
+    return joined
 
 
 def _nothing(b: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -20,6 +20,75 @@ from .types import Lanes
 
 INDEX_BOUND = 1 << 28
 """Magnitude up to which indices are int32 lanes: sums and differences of several still fit."""
+
+
+class Argument:
+    """A way in which a value that a function is bound to reaches it."""
+
+    def type_of(self, kind: tuple[Any, ...], real: Lanes) -> Any:
+        """Return the Numba type of the value, for a kernel's float lanes."""
+        raise NotImplementedError
+
+    def words(self, kind: tuple[Any, ...]) -> int:
+        """Return of how many 8-byte words it is made."""
+        return 1
+
+    def make(self, context: Any, b: Any, ty: Any, read: Any, outside: Outside) -> Any:
+        """Emit the value: ``read()`` returns its next word as an int64, ``read(T)`` as a T."""
+        raise NotImplementedError
+
+
+class Outside(NamedTuple):
+    """Where functions say what was out of range: a `new_outside`, and the float lanes it is for."""
+
+    value: Any
+    real: Lanes
+
+
+class _Number(Argument):
+    def __init__(self, ty: Any) -> None:
+        self._type = ty
+
+    def type_of(self, kind: tuple[Any, ...], real: Lanes) -> Any:
+        return self._type
+
+    def make(self, context: Any, b: Any, ty: Any, read: Any, outside: Outside) -> Any:
+        return read() if ty == types.int64 else b.icmp_signed("!=", read(), I64(0))
+
+
+class _Float(Argument):
+    def type_of(self, kind: tuple[Any, ...], real: Lanes) -> Any:
+        return real.dtype
+
+    def make(self, context: Any, b: Any, ty: Any, read: Any, outside: Outside) -> Any:
+        return context.cast(b, read(ir.DoubleType()), types.float64, ty)
+
+
+class _Array(Argument):
+    def type_of(self, kind: tuple[Any, ...], real: Lanes) -> Any:
+        stored, ndim, far = kind[1:]
+        return BoundArrayType(stored, ndim, far, real)
+
+    def words(self, kind: tuple[Any, ...]) -> int:
+        return 1 + 2 * int(kind[2])
+
+    def make(self, context: Any, b: Any, ty: Any, read: Any, outside: Outside) -> Any:
+        array = cgutils.create_struct_proxy(ty)(context, b)
+        array.address = read()
+        for axes in ("shape", "strides"):
+            numbers = [read() for _ in range(ty.ndim)]
+            setattr(array, axes, context.make_tuple(b, ty.axes, numbers))
+        array.error_flags = outside.value
+        return array._getvalue()
+
+
+ARGUMENTS: dict[str, Argument] = {
+    "int": _Number(types.int64),
+    "bool": _Number(types.boolean),
+    "float": _Float(),
+    "array": _Array(),
+}
+"""What a function can be bound to, by the first of a kind (`Layout`)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +115,7 @@ class Layout:
     @property
     def words(self) -> int:
         """Number of words of the bound values."""
-        return sum(1 + 2 * kind[2] if kind[0] == "array" else 1 for kind in self.kinds)
+        return sum(ARGUMENTS[kind[0]].words(kind) for kind in self.kinds)
 
 
 class LayoutType(types.Opaque):
@@ -81,12 +150,7 @@ def call_arguments(
     """
     lay, real = layout.layout, tile.real
 
-    def type_of(kind: tuple[Any, ...]) -> Any:
-        if kind[0] == "array":
-            return BoundArrayType(kind[1], kind[2], kind[3], real)
-        return {"int": types.int64, "float": real.dtype, "bool": types.boolean}[kind[0]]
-
-    bound = [type_of(kind) for kind in lay.kinds]
+    bound = [ARGUMENTS[kind[0]].type_of(kind, real) for kind in lay.kinds]
     to = types.Tuple([args.types[n] if n >= 0 else bound[-1 - n] for n in lay.order])
 
     def codegen(context: Any, b: Any, sig: Any, values: Any) -> Any:
@@ -97,23 +161,11 @@ def call_arguments(
             word += 1
             return emit_load_constant(b, b.add(values[3], I64(8 * (word - 1))), ty)
 
-        made = []
-        for kind, ty in zip(lay.kinds, bound, strict=True):
-            if kind[0] == "float":
-                number = read(ir.DoubleType())
-                made.append(context.cast(b, number, types.float64, real.dtype))
-            elif kind[0] == "int":
-                made.append(read())
-            elif kind[0] == "bool":
-                made.append(b.icmp_signed("!=", read(), I64(0)))
-            else:
-                array = cgutils.create_struct_proxy(ty)(context, b)
-                array.address = read()
-                for axes in ("shape", "strides"):
-                    numbers = [read() for _ in range(ty.ndim)]
-                    setattr(array, axes, context.make_tuple(b, ty.axes, numbers))
-                array.error_flags = values[4]
-                made.append(array._getvalue())
+        outside = Outside(values[4], real)
+        made = [
+            ARGUMENTS[kind[0]].make(context, b, ty, read, outside)
+            for kind, ty in zip(lay.kinds, bound, strict=True)
+        ]
         out = [b.extract_value(values[2], n) if n >= 0 else made[-1 - n] for n in lay.order]
         return context.make_tuple(b, to, out)
 

@@ -1,0 +1,206 @@
+"""Gradients of what functions are bound to: which values have a name, and where their sums lie.
+
+``score_mod.table`` is the value that a parameter `table` is bound to, in whatever function of the
+composition has one; where several have, ``score_mod.shaw.table`` is that of the function `shaw`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .binding import Bound, Combination, Tree, Value, constants
+
+PREFIX = "score_mod."
+"""How the name of a bound value begins."""
+
+ALIGNMENT = 64
+"""Bytes: where each gradient begins."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value is bound.
+
+    Attributes
+    ----------
+    leaf : int
+        Number of the function, counted from left to right.
+    value : int
+        Number of the value among those that it is bound to.
+    """
+
+    leaf: int
+    value: int
+
+
+@dataclass(frozen=True, eq=False)
+class Learnt:
+    """A bound value whose gradient is wanted.
+
+    Attributes
+    ----------
+    value : ndarray or float
+        The value.
+    offset : int
+        Where its gradient begins among all of them, in bytes.
+    strides : tuple of int
+        Byte strides of the gradient, which is contiguous.
+    """
+
+    value: Any
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients side by side in memory.
+
+    Attributes
+    ----------
+    offsets : tuple of int
+        Where each begins, in bytes.
+    shapes : tuple of tuple of int
+        Their shapes, () of a number.
+    n_bytes : int
+        Of all together.
+    """
+
+    offsets: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    n_bytes: int
+
+    def parts(self, total: NDArray[Any], itemsize: int) -> list[NDArray[Any]]:
+        """Take apart an array of all their numbers, of so many bytes each in memory."""
+        found = []
+        for offset, shape in zip(self.offsets, self.shapes, strict=True):
+            first = offset // itemsize
+            found.append(total[first : first + math.prod(shape)].reshape(shape))
+        return found
+
+
+def leaves(tree: Tree) -> list[Bound]:
+    """Return the functions of a tree, from left to right."""
+    if isinstance(tree, Bound):
+        return [tree]
+    return [leaf for part in tree.parts for leaf in leaves(part)]  # type: ignore[arg-type]
+
+
+def find(tree: Tree | None, name: str, *, argument: str = "wrt") -> Place:
+    """Return where the value of a name is bound.
+
+    Parameters
+    ----------
+    tree : Bound or Combination or None
+        The score_mod.
+    name : str
+        ``score_mod.parameter`` or ``score_mod.function.parameter``.
+    argument : str, default "wrt"
+        What to call the name in an error.
+
+    Returns
+    -------
+    Place
+        Its only place.
+
+    Raises
+    ------
+    ValueError
+        If no parameter is bound under that name, or several are.
+    TypeError
+        If it is bound to integers or booleans.
+    """
+    functions = [] if tree is None else leaves(tree)
+    known = [
+        (f"{PREFIX}{f.function.__name__}.{parameter}", f"{PREFIX}{parameter}", Place(n, m))
+        for n, f in enumerate(functions)
+        for m, parameter in enumerate(f.names)
+    ]
+    found = [x for x in known if name in x[:2]]
+    if not found:
+        names = sorted({short for _, short, _ in known})
+        bound = ", ".join(map(repr, names)) if names else "nothing, for no score_mod is bound"
+        last = name.rpartition(".")[2]
+        users = [f.function.__name__ for f in functions if last in constants(f.function)]
+        why = f", a constant of {users[0]}: bind it or capture it in a closure" if users else ""
+        raise ValueError(f"{argument}: expected names of what is bound: {bound}; got {name!r}{why}")
+    if len(found) > 1:
+        names = [long for long, _, _ in found]
+        hint = ", ".join(map(repr, dict.fromkeys(names)))
+        if len(set(names)) < len(names):
+            hint += ", of functions that differ in name"
+        raise ValueError(f"{argument}: expected a name of one value, {hint}; got {name!r}")
+    place = found[0][2]
+    value = functions[place.leaf].values[place.value]
+    kind = value.dtype if isinstance(value, np.ndarray) else np.dtype(type(value))
+    if kind.kind != "f":
+        raise TypeError(
+            f"{argument}: expected names of floats, got {name!r}, which is bound to {kind}"
+        )
+    return place
+
+
+def find_among(trees: Sequence[Tree], score_mod: Tree | None, name: str) -> Place:
+    """Return where a value of a score_mod is bound, counted among all modifiers of a call."""
+    place = find(score_mod, name)
+    before = 0
+    for tree in trees:
+        if tree is score_mod:
+            break
+        before += len(leaves(tree))
+    return Place(before + place.leaf, place.value)
+
+
+def learnt_tree(
+    trees: Sequence[Tree], places: Sequence[Place], itemsize: int
+) -> tuple[Tree, Gradients]:
+    """Return functions one after the other, some of what they are bound to marked as `Learnt`.
+
+    Parameters
+    ----------
+    trees : sequence of Bound or Combination
+        Modifiers, in order. Leaves of all of them are counted together.
+    places : sequence of Place
+        Whose gradients are wanted.
+    itemsize : int
+        Bytes of a number of a gradient.
+
+    Returns
+    -------
+    tree : Combination
+        Of all.
+    gradients : Gradients
+        Those of the places, in their order.
+    """
+    functions = [leaf for tree in trees for leaf in leaves(tree)]
+    marked: dict[Place, Learnt] = {}
+    offsets, shapes, end = [], [], 0
+    for place in places:
+        value = functions[place.leaf].values[place.value]
+        shape = value.shape if isinstance(value, np.ndarray) else ()
+        strides = tuple(itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape)))
+        marked[place] = Learnt(value, end, strides)
+        offsets.append(end)
+        shapes.append(shape)
+        end += -(-math.prod(shape) * itemsize // ALIGNMENT) * ALIGNMENT
+    n = 0
+
+    def mark(tree: Tree) -> Tree:
+        nonlocal n
+        if isinstance(tree, Bound):
+            values: tuple[Value, ...] = tuple(
+                marked.get(Place(n, m), x)  # type: ignore[misc]
+                for m, x in enumerate(tree.values)
+            )
+            n += 1
+            return replace(tree, values=values)
+        return replace(tree, parts=tuple(map(mark, tree.parts)))  # type: ignore[arg-type]
+
+    tree = Combination("compose", tuple(map(mark, trees)))
+    return tree, Gradients(tuple(offsets), tuple(shapes), end)
