@@ -682,7 +682,7 @@ def gradients_of_arrays_on_a_device(storage: str) -> None:
     _, vjp = nattn.attention_vjp(*arrays, causal=True, **there)
     found = vjp(Place(dout), Place(dlse), WRT)
     t = gradient_truth(q, k, v, dout, dlse, causal=True, **options)
-    assert_gradients_near([host(x) for x in found], t, WRT)
+    assert_gradients_near([host(x) for x in found[: len(WRT)]], t, WRT)
 
 
 @case(BACKWARD)

@@ -446,7 +446,7 @@ def test_in_place_operators_bind_anew() -> None:
 def test_subsets_give_the_same_bits(backend: str) -> None:
     q, k, v, options = next(c for c in CASES if c.name == "everything, modifiers too").make("f4")
     every = gradients(backend, q, k, v, **options)
-    assert all(x is not None for x in every)
+    assert all(x is not None for x in every[: len(WRT)])
     for n, names in enumerate(itertools.combinations(WRT, 2)):
         order = names[:: 1 - 2 * (n % 2)]
         got = gradients(backend, q, k, v, wrt=list(order), **options)
@@ -457,7 +457,7 @@ def test_subsets_give_the_same_bits(backend: str) -> None:
     for name in WRT:
         got = gradients(backend, q, k, v, wrt=(name,), **options)
         np.testing.assert_array_equal(got[WRT.index(name)], every[WRT.index(name)])
-    assert gradients(backend, q, k, v, wrt=(), **options) == (None,) * 6
+    assert gradients(backend, q, k, v, wrt=(), **options) == (None,) * 7
 
 
 def test_the_same_bits_every_time(backend: str) -> None:

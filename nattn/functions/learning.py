@@ -183,6 +183,8 @@ def learnt_tree(
     offsets, shapes, end = [], [], 0
     for place in places:
         value = functions[place.leaf].values[place.value]
+        if isinstance(value, np.ndarray) and value.dtype.kind != "f":
+            value = value.astype(np.float64)  # ALiBi's slopes may be integers
         shape = value.shape if isinstance(value, np.ndarray) else ()
         strides = tuple(itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape)))
         marked[place] = Learnt(value, end, strides)

@@ -24,6 +24,7 @@ from ..call.checks import (
     overlaps_itself,
     share_memory,
 )
+from ..functions.learning import PREFIX
 from ..vectors import dtypes
 from . import files
 
@@ -348,8 +349,10 @@ def existing(x: Array, *lengths: Any) -> Array:
 
 def asked(grads: Gradients, wrt: Sequence[str]) -> Params:
     """Return the gradients of arguments that were asked for, under their names."""
-    bound = grads.dmods or {}
-    return {name: bound[name] if name in bound else getattr(grads, f"d{name}") for name in wrt}
+    return {
+        name: grads.dmods[name] if name.startswith(PREFIX) else getattr(grads, f"d{name}")
+        for name in wrt
+    }
 
 
 def check_out(

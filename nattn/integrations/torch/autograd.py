@@ -202,7 +202,7 @@ def _run_backward(
         backend=call.backend,
         **_arguments(call, inputs),
     )
-    return tuple(q.new_empty(0) if x is None else x for x in found)
+    return tuple(q.new_empty(0) if x is None else x for x in found[: len(WRT)])
 
 
 def _backwards(
