@@ -502,8 +502,9 @@ def test_runs_hold_as_much_as_there_is_room_for() -> None:
     shape = (1, HQ, p.q.shape[0], D)
     head = HQ // HKV * D * 4 * 2 * 70  # bytes of partial dq: of item 3, whose keys form two splits
 
-    def runs(most: int, *apart: bool, rounded: bool = False) -> list[Any]:
-        sizes = Sizes(shape, HKV, q_lens, kv_lens, starts, 48, 128, 4, 4, rounded, most, *apart, 0)
+    def runs(most: int, items: bool, heads: bool, rounded: bool = False) -> list[Any]:
+        lens = (q_lens, kv_lens, starts)
+        sizes = Sizes(shape, HKV, *lens, 48, 128, 4, 4, rounded, most, items, heads, 0)
         found, n_splits = schedule(sizes)
         assert n_splits.tolist() == [1, 1, 1, 2, 1]
         for run in found:
