@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
 import math
 import tracemalloc
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 import nattn
 from nattn.backends.cpu import jobs, launch_backward
 from nattn.backends.error_budget import sum_budget
-from nattn.functions.binding import Combination
+from nattn.functions import learning
+from nattn.functions.binding import SCORE_MOD, Combination, resolve
 from nattn.functions.on_arrays import ArrayFunction
 
 Array = NDArray[Any]
@@ -497,9 +499,15 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         nattn.mods.compose(CASES["weighted"], CASES["weighted"]),
         "score_mod.weighted.w",
         ValueError,
-        "of functions that differ in name",
+        "'score_mod.0.0', 'score_mod.1.0'; got 'score_mod.weighted.w'",
     ),
     "twice": (CASES["rel"], ("score_mod.table",) * 2, ValueError, "each name once"),
+    "aliases": (
+        CASES["rel"],
+        ("score_mod.rel.table", "score_mod.table"),
+        ValueError,
+        "one name for each value, got 'score_mod.rel.table' and 'score_mod.table'",
+    ),
     "other": (CASES["rel"], "table", ValueError, "wrt: expected a tuple of names among"),
 }
 
@@ -511,6 +519,21 @@ def test_names_of_nothing_that_learns_are_refused(case: str) -> None:
     _, vjp = nattn.attention_vjp(q, k, v, score_mod=mod, backend="reference")
     with pytest.raises(error, match=text):
         vjp(dout, wrt=wrt if isinstance(wrt, tuple) else (wrt,))
+
+
+def test_each_value_has_a_name_of_its_own() -> None:
+    assert doctest.testmod(learning).failed == 0
+    mod = nattn.mods.compose(CASES["weighted"], CASES["within where"], CASES["weighted"])
+    names = [name for name, _ in learning.named(resolve("score_mod", mod, SCORE_MOD))]
+    assert names[0] == "score_mod.0.0"
+    assert "score_mod.within_where.w" in names
+    assert len(set(names)) == len(names)
+    q, k, v, dout = inputs()
+    _, vjp = nattn.attention_vjp(q, k, v, score_mod=mod, backend="reference")
+    found = vjp(dout, wrt=[x for x in names if x.endswith((".0.0", ".2.0"))]).dmods
+    assert list(found) == ["score_mod.0.0", "score_mod.2.0"]
+    for name, x in found.items():
+        np.testing.assert_array_equal(vjp(dout, wrt=(name,)).dmods[name], x)
 
 
 def test_one_function_of_a_composition_is_found_by_its_name() -> None:
