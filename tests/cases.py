@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes  # noqa: F401  so that NumPy knows the name of its dtype
 import numpy as np
 import rounding
 from numpy.typing import NDArray

@@ -251,6 +251,7 @@ TAKE_ARGUMENTS: dict[str, tuple[list[str], list[str]]] = {  # beside those that 
     "attention": (["q", "k", "v"], ["return_lse", "out", "backend"]),
     "attention_backward": (["dout", "q", "k", "v", "out", "lse"], ["dlse", "wrt", "backend"]),
     "attention_vjp": (["q", "k", "v"], ["return_lse", "out", "backend"]),
+    "attention_jvp": (["q", "k", "v", "dq", "dk", "dv"], ["return_lse", "backend"]),
     "attention_weights": (["q", "k", "rows"], ["backend"]),
     "attention_map": (["q", "k", "size"], ["backend"]),
     "row_stats": (["q", "k"], ["backend"]),

@@ -8,6 +8,7 @@ from .diagnostics import (
     plot_attention,
     row_stats,
 )
+from .forward_mode import attention_jvp
 from .functional import Gradients, attention, attention_backward, attention_vjp
 from .generation import attention_with_kvcache
 from .merging import merge_states
@@ -19,6 +20,7 @@ __all__ = [
     "RowStats",
     "attention",
     "attention_backward",
+    "attention_jvp",
     "attention_map",
     "attention_stream",
     "attention_varlen",

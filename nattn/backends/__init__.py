@@ -81,7 +81,7 @@ def choose(problem: Problem, name: str, task: str, **arrays: Any) -> ModuleType:
     name : str
         One of `NAMES`; "auto" follows the arrays of the problem.
     task : str
-        What is to be done: "forward", "backward" or "observe".
+        What is to be done: "forward", "backward", "jvp" or "observe".
     **arrays : ndarray or None
         Further arrays that the task reads or writes.
 

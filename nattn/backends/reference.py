@@ -21,7 +21,7 @@ from ..functions.on_arrays import ArrayFunction
 Float64Array = NDArray[np.float64]
 
 
-OFFERS = frozenset({"forward", "backward", "observe", "weights"})
+OFFERS = frozenset({"forward", "backward", "jvp", "observe", "weights"})
 KEEPS_EXACT = True
 LEARNS = True
 
@@ -144,6 +144,71 @@ def backward(
                 if progress is not None:
                     progress((b * p.Hq + h + 1) / (p.B * p.Hq))
     return total
+
+
+def jvp(
+    problem: Problem,
+    directions: tuple[NDArray[Any] | None, ...],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dout: NDArray[Any],
+    dlse: NDArray[Any],
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Write the attention of a problem, and what it changes by along a direction.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call.
+    directions : tuple of (ndarray or None)
+        What q, k and v change by, like these; None for what does not change.
+    out, lse, dout, dlse : ndarray
+        The results and their changes, as in `forward`; written.
+    progress : callable, optional
+        Called with the fraction that is done after each head.
+
+    Raises
+    ------
+    TypeError, IndexError
+        As `forward` does.
+    """
+    p = problem
+    dq, dk, dv = (
+        np.broadcast_to(np.float64(0.0), like.shape) if x is None else x
+        for x, like in zip(directions, (p.q, p.k, p.v), strict=True)
+    )
+    forward(p, out, lse, progress=progress)
+    dout[...], dlse[...] = 0.0, 0.0
+    with np.errstate(all="ignore"):
+        for b in range(p.B):
+            (at_q, n_q), (at_kv, n_kv) = p.q_place(b), p.kv_place(b)
+            for h in range(p.Hq):
+                kv = h // p.group
+                own = dq[at_q, h, n_q], dk[at_kv, kv, n_kv], dv[at_kv, kv, n_kv]
+                exact = (np.array(x, np.float64, order="C") for x in own)
+                dout[at_q, h, n_q], dlse[at_q, h, n_q] = _one_head_jvp(p, b, h, *exact)
+
+
+def _one_head_jvp(
+    p: Problem, b: int, h: int, dq: Float64Array, dk: Float64Array, dv: Float64Array
+) -> tuple[Float64Array, Float64Array]:
+    """Differentiate `_one_head`, line by line."""
+    s, visible, slope = _scores(p, b, h, derive=True)
+    (q, k), v = _queries_and_keys(p, b, h), _values(p, b, h)
+    ds = p.scale * (dq @ k.T + q @ dk.T)
+    ds = np.where(visible & (slope != 0.0) & (ds != 0.0), ds * slope, 0.0)
+    p_ij, lse = _softmax(p, h, s)
+    # lse = log(sum(exp(s)) + exp(sink)), and p_ij = exp(s - lse)
+    dlse = np.where(visible, p_ij * ds, 0.0).sum(axis=1)
+    dp = np.where(visible, p_ij * (ds - dlse[:, None]), 0.0)
+    # out = p_ij / (1 - dropout_p) @ v, where kept
+    kept = _kept(p, b, h, visible)
+    dp, p_ij = (np.where(kept, x / (1.0 - p.dropout_p), 0.0) for x in (dp, p_ij))
+    dout = _weighted_sum(dp, v, kept) + _weighted_sum(p_ij, dv, kept)
+    nan = np.isnan(lse)
+    return np.where(nan[:, None], np.nan, dout), np.where(nan, np.nan, dlse)
 
 
 def weights(problem: Problem, rows: NDArray[np.int64]) -> Float64Array:

@@ -206,6 +206,36 @@ def check_incoming(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -
     return to_bhnd(dout, problem.layout), to_bhnd(out, problem.layout), *rows
 
 
+def check_directions(problem: Problem, *directions: Any) -> tuple[NDArray[Any] | None, ...]:
+    """Bring what q, k and v change by to the canonical form.
+
+    Parameters
+    ----------
+    *directions : array_like or None
+        For q, k and v each an array of its shape and dtype, or None.
+
+    Returns
+    -------
+    tuple of (ndarray or None)
+        Head-major 4-D views with any strides, in native byte order.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a shape or dtype is another, or all are None.
+    """
+    found: list[NDArray[Any] | None] = []
+    for name, x in zip("qkv", directions, strict=True):
+        if x is not None:
+            like = getattr(problem, name)
+            shape = shape_as_given(like.shape, problem.rank, problem.layout)
+            x = to_bhnd(_incoming(problem, f"d{name}", x, shape, problem.dtype), problem.layout)
+        found.append(x)
+    if all(x is None for x in found):
+        raise ValueError("dq, dk, dv: expected an array for one of them at least, got None for all")
+    return tuple(found)
+
+
 def new_gradient(problem: Problem, name: str) -> DeviceArray:
     """Return a view of a new array for a gradient, of a call with arrays on a GPU.
 

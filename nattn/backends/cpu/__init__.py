@@ -7,7 +7,7 @@ from typing import Any
 from ...call.problem import Problem
 
 OFFERS = frozenset(
-    {"forward", "backward", "observe", "classify", "rotate", "gelu", "info", "warmup"}
+    {"forward", "backward", "jvp", "observe", "classify", "rotate", "gelu", "info", "warmup"}
     | {"clear_cache", "fma_peak", "read_memory"}
 )
 

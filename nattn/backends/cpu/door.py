@@ -16,7 +16,7 @@ from .classify import classify, classify_worker
 from .forward import forward_worker
 from .gelu import gelu
 from .jobs import thread_count
-from .launch import forward
+from .launch import forward, jvp
 from .launch_backward import backward
 from .launch_decode import plan_decode
 from .looking import observe
@@ -31,6 +31,7 @@ __all__ = [
     "forward",
     "gelu",
     "info",
+    "jvp",
     "observe",
     "read_memory",
     "rotate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ...call.problem import Problem
 from ...call.progress import Progress
 from ...vectors.lanes import Tile
-from . import jobs, score, tile_functions, tiles
-from .arrays import forward_arrays
+from . import jobs, score, tangents, tile_functions, tiles
+from .arrays import NOWHERE, forward_arrays, strided
 from .forward import ARGS, ITEM, PLAN, TILE, WORK, forward_worker
 from .launch_decode import decode, items_of_few_rows
 from .observe import Rows
@@ -87,10 +87,12 @@ def plan(
     Dv: int,
     n_threads: int,
     apart: bool = False,
+    moves: bool = False,
 ) -> Plan:
     """Choose tiles, tasks and scratch; compile the kernel if need be.
 
-    With `apart` each head is a stream of its own, as a table of tasks takes them.
+    With `apart` each head is a stream of its own, as a table of tasks takes them. With `moves` it
+    is the plan of `jvp`, whose tiles and blocks hold twice as much.
     """
     # Heads that share their keys form one stream where together they fit in one tile: separately
     # each would leave most lanes empty.
@@ -98,12 +100,16 @@ def plan(
     heads = group if packed else 1
     n_streams, n_rows = Hq // heads, Nq * heads
     tile = tiles.choose_tile(storage, n_rows)
-    block_kv = tiles.block_kv(storage, D)
+    block_kv, twice = tiles.block_kv(storage, D), 1
+    if moves:
+        tile, block_kv, twice = replace(tile, product="fma"), max(64, block_kv // 128 * 64), 2
     n_tiles = -(-n_rows // tile.lanes)
-    per_task = tiles.tiles_per_task(tile, block_kv, D, Dv, n_tiles, B * n_streams, n_threads)
+    per_task = tiles.tiles_per_task(
+        tile, block_kv, twice * D, twice * Dv, n_tiles, B * n_streams, n_threads
+    )
     tasks_per_stream = -(-n_tiles // per_task)
     padded_Dv = -(-Dv // tile.NR) * tile.NR
-    scratch = _image(tile, block_kv, per_task, D, padded_Dv)
+    scratch = (_tangent_image if moves else _image)(tile, block_kv, per_task, D, padded_Dv)
     fields = {
         "Hq": Hq,
         "group": group,
@@ -125,7 +131,8 @@ def plan(
         "image_words": scratch.words.size,
     }
     n_tasks = B * n_streams * tasks_per_stream
-    return Plan(forward_worker(tile), tile, packed, fields, scratch, n_tasks)
+    worker = tangents.tangent_worker(tile) if moves else forward_worker(tile)
+    return Plan(worker, tile, packed, fields, scratch, n_tasks)
 
 
 def task_table(
@@ -191,6 +198,20 @@ def _image(tile: Tile, block_kv: int, n_tiles: int, D: int, padded_Dv: int) -> I
         "row_sum_ptr": lanes * size,
     }
     return image(WORK, shared, TILE, each, n_tiles)
+
+
+def _tangent_image(tile: Tile, block_kv: int, n_tiles: int, D: int, padded_Dv: int) -> Image:
+    """Lay out what `tangents.WORK` and `tangents.TILE` name."""
+    lanes, size = tile.lanes, tile.itemsize
+    shared, each = common_areas(tile)
+    shared |= dict.fromkeys(("scores_ptr", "dscores_ptr", "hidden_ptr"), block_kv * lanes * size)
+    shared |= {"keys_ptr": block_kv * 2 * D * size}
+    shared |= dict.fromkeys(("values_ptr", "dvalues_ptr"), block_kv * padded_Dv * size)
+    shared |= dict.fromkeys(("alpha_ptr", "ones_ptr"), lanes * size)
+    each |= {"queries_ptr": 2 * D * lanes * size}
+    each |= dict.fromkeys(("acc_ptr", "dacc_ptr"), padded_Dv * lanes * size)
+    each |= dict.fromkeys(("row_max_ptr", "row_sum_ptr", "mean_ptr"), lanes * size)
+    return image(tangents.WORK, shared, tangents.TILE, each, n_tiles)
 
 
 def forward(
@@ -267,6 +288,57 @@ def _attend_gathered(
         out[chosen] = wide[chosen]
 
 
+def jvp(
+    problem: Problem,
+    directions: tuple[NDArray[Any] | None, ...],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dout: NDArray[Any],
+    dlse: NDArray[Any],
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Write the attention of a problem, and what it changes by along a direction.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call, checked.
+    directions : tuple of (ndarray or None)
+        What q, k and v change by, like these; None for what does not change.
+    out, lse, dout, dlse : ndarray
+        The results and their changes, as in `forward`; written.
+    progress : callable, optional
+        Called now and then with the fraction that is done.
+    """
+    if lse.size == 0:
+        return
+    if problem.Nk == 0:
+        _without_keys(problem, out, lse)
+        nan = np.isnan(lse)  # of a sink that is not finite
+        dlse[...] = np.where(nan, np.nan, 0.0)
+        dout[...] = np.where(nan[..., None], np.nan, 0.0)
+        return
+    attend(problem, out, lse, moving=Moving(directions, dout, dlse), progress=progress)
+
+
+class Moving(NamedTuple):
+    """What q, k and v change by (None: not at all), and where the results' changes go."""
+
+    directions: tuple[NDArray[Any] | None, ...]
+    dout: NDArray[Any]
+    dlse: NDArray[Any]
+
+    def fields(self, p: Problem) -> dict[str, tuple[int, ...]]:
+        """Return the fields of `tangents.ARGS` that tell of them."""
+        found = {"dout": strided(self.dout, p.q_starts)}
+        found["dlse"] = strided(self.dlse[..., None], p.q_starts)
+        starts = (p.q_starts, p.kv_starts, p.kv_starts)
+        for name, x, start in zip(("dq", "dk", "dv"), self.directions, starts, strict=True):
+            found[name] = NOWHERE if x is None else strided(x, start)
+        return found
+
+
 def attend(
     p: Problem,
     out: NDArray[Any],
@@ -277,12 +349,13 @@ def attend(
     items: NDArray[np.int64] | None = None,
     observers: tuple[score.TileFunction, ...] = (),
     skip_hidden: bool = False,
+    moving: Moving | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Do what `forward` does, of a problem with keys, and for some of the rows if so asked.
 
     `items` are those to compute, by default all. `observers` are tile functions that get the
-    probabilities; with `skip_hidden` hidden ones are -0.0.
+    probabilities; with `skip_hidden` hidden ones are -0.0. With `moving` it is what `jvp` does.
     """
     # The softmax and each tile function are work, too: some operations for every score.
     extras = tile_functions.count(p) + len(observers)
@@ -292,9 +365,10 @@ def attend(
     if apart:
         every = slice(None) if items is None else items
         pairs = p.Hq * int(p.q_lens[every] @ p.kv_lens[every])
-    flops = float(pairs) * (2 * (p.D + p.Dv) + 40 + 60 * extras)
+    flops = float(pairs) * (2 * (p.D + p.Dv) + 40 + 60 * extras) * (1 if moving is None else 3)
     n_threads = 1 if flops < jobs.TINY else jobs.thread_count()
-    chosen = plan(p.storage, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv, n_threads, apart)
+    sizes = p.storage, p.B, p.Hq, p.group, p.Nq, p.Nk, p.D, p.Dv
+    chosen = plan(*sizes, n_threads, apart, moving is not None)
     if rows is not None:
         chosen = chosen.of_rows(rows, n_threads)
     table, n_tasks, tasks = None, chosen.n_tasks, NO_TABLE
@@ -305,27 +379,39 @@ def attend(
             return
     functions = tile_functions.NONE
     if extras:
-        functions = tile_functions.bind(p, chosen.tile, packed=chosen.packed, observers=observers)
+        functions = tile_functions.bind(
+            p,
+            chosen.tile,
+            packed=chosen.packed,
+            derive=moving is not None,
+            observers=observers,
+        )
     fields = {
         **forward_arrays(p, out, lse, exact),
         "plan_ptr": chosen.ptr,
         "tasks": tasks,
         "visible": visible(p),
-        "skip_hidden": skip_hidden,
         "sinks_ptr": jobs.address(p.sinks),
         "scale": p.scale,
         "kept": 1.0 - p.dropout_p,
         **functions.fields,
     }
+    record = ARGS
+    if moving is None:
+        fields["skip_hidden"] = skip_hidden
+    else:
+        record = tangents.ARGS
+        fields |= moving.fields(p)
+        del fields["exact"]
     error_flags = jobs.run_job(
         chosen.worker,
-        ARGS,
+        record,
         fields,
         n_tasks=n_tasks,
         n_threads=n_threads,
         scratch_bytes=chosen.image.n_bytes,
         flops=flops,
-        keepalive=(p, out, lse, exact, chosen, table, functions),
+        keepalive=(p, out, lse, exact, moving, chosen, table, functions),
         progress=progress,
     )
     if error_flags:
