@@ -212,6 +212,7 @@ def test_code_that_needs_more_than_itself(monkeypatch: pytest.MonkeyPatch, needs
 
 
 def test_functions_and_arrays_are_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score.modify, "_variants", {})
     monkeypatch.setattr(jit, "MOST_USERS", 1)
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 30, 8))
