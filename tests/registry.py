@@ -280,6 +280,11 @@ def fractions(rng: Generator, shape: tuple[int, ...], dtype: Any = np.float32) -
     return (rng.integers(-128, 129, shape) / 64).astype(dtype)
 
 
+def positive(rng: Generator, n: int) -> NDArray[np.float32]:
+    """Return numbers above 0 and up to 1 that every float type holds exactly."""
+    return (rng.integers(1, 65, n) / 64).astype(np.float32)
+
+
 def documents(sizes: Sizes, rng: Generator, dtype: Any = np.int64) -> NDArray[Any]:
     """Return documents of some length, in order, for every position."""
     return np.cumsum(rng.random(sizes.N) < 0.1).astype(dtype)
@@ -343,6 +348,73 @@ MODS: dict[str, Mod] = {
         1,
         lambda S, far: S + 0.75 * (math.log1p(far / 4) + 1),
         3 + FUNCTION,
+    ),
+    "relative_position_bias_2d": Mod(  # rows of 7 tokens, some of them before the first
+        lambda s, rng: bind(
+            mods.relative_position_bias_2d,
+            table=fractions(rng, (s.H, 2 * (s.N // 7 + 2) - 1, 13)),
+        ),
+        1,
+        lambda S, far: S + 2,
+        1,
+    ),
+    "kerple_log": Mod(
+        lambda s, rng: bind(mods.kerple_log, r1=positive(rng, s.H), r2=positive(rng, s.H)),
+        1,
+        lambda S, far: S + math.log1p(far) + 1,
+        3 + FUNCTION,
+    ),
+    "kerple_power": Mod(
+        lambda s, rng: bind(mods.kerple_power, r1=positive(rng, s.H), r2=positive(rng, s.H)),
+        1,
+        lambda S, far: S + far,
+        2 + FUNCTION,
+    ),
+    "fire": Mod(  # three units of weights up to 2, each of a share of at most log(1 + far)
+        lambda s, rng: bind(
+            mods.fire,
+            c=0.25,
+            threshold=16.0,
+            w1=fractions(rng, (3,)),
+            b1=fractions(rng, (3,)),
+            w2=fractions(rng, (s.H, 3)),
+            b2=fractions(rng, (s.H,)),
+        ),
+        1,
+        lambda S, far: S + 12 * math.log1p(far) + 14,
+        10 + 2 * FUNCTION,
+    ),
+    "untied_positions": Mod(
+        lambda s, rng: bind(
+            mods.untied_positions,
+            p_q=fractions(rng, (s.H, s.N, 3)),
+            p_k=fractions(rng, (s.H, 3, s.N)).swapaxes(1, 2),
+            scale=0.25,
+        ),
+        1,
+        lambda S, far: S + 3,
+        5,
+    ),
+    "logit_scale": Mod(
+        lambda s, rng: bind(mods.logit_scale, scale=2 * positive(rng, s.H)),
+        2,
+        lambda S, far: 2 * S,
+        1,
+    ),
+    "token_weights": Mod(
+        lambda s, rng: bind(mods.token_weights, log_weights=fractions(rng, (s.B, s.N))),
+        1,
+        lambda S, far: S + 2,
+        1,
+    ),
+    "forget_gates": Mod(
+        lambda s, rng: bind(
+            mods.forget_gates,
+            cumulative=-np.cumsum(np.abs(fractions(rng, (s.B, s.H, s.N))), axis=2) / 2,
+        ),
+        1,
+        lambda S, far: S + far,
+        2,
     ),
     "compose": Mod(  # the sum of what its parts return bounds the parts of each
         lambda s, rng: mods.compose(

@@ -101,6 +101,10 @@ class Table:
 
     def __init__(self, array: NDArray[Any], u: float) -> None:
         self.array, self.u = array, u
+        self.shape = array.shape
+
+    def __len__(self) -> int:
+        return len(self.array)
 
     def __getitem__(self, index: Any) -> Rounded:
         given = index if isinstance(index, tuple) else (index,)

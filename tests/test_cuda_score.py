@@ -178,11 +178,11 @@ def test_functions_of_other_results_compile(kind: str) -> None:
 
 
 def built_in(module: ModuleType, first: str) -> set[str]:
-    """Return the names of the modifiers or masks that a module defines."""
+    """Return the names of the modifiers or masks that a module offers."""
     return {
         name
         for name, f in vars(module).items()
-        if getattr(f, "__module__", "") == module.__name__
+        if getattr(f, "__module__", "").startswith("nattn.")
         and callable(f)
         and next(iter(inspect.signature(getattr(f, "parts", [f])[0]).parameters), "") == first
     }

@@ -645,5 +645,13 @@ def test_built_ins_are_different_functions() -> None:
         mods.adaptive_span,
         mods.gaussian_window,
         mods.distance_decay,
+        mods.relative_position_bias_2d,
+        mods.kerple_log,
+        mods.kerple_power,
+        mods.fire,
+        mods.untied_positions,
+        mods.logit_scale,
+        mods.token_weights,
+        mods.forget_gates,
     ]
     assert len({digest(f) for f in built_in if isinstance(f, types.FunctionType)}) == len(built_in)

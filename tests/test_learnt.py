@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
 import math
 import tracemalloc
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 import nattn
 from nattn.backends.cpu import jobs, launch_backward
 from nattn.backends.error_budget import sum_budget
-from nattn.functions.binding import Combination
+from nattn.functions import learning
+from nattn.functions.binding import SCORE_MOD, Combination, resolve
 from nattn.functions.on_arrays import ArrayFunction
 
 Array = NDArray[Any]
@@ -41,10 +43,6 @@ def behind(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
 
 def clipped(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
     return s + table[np.clip(j - i, -5, 5) + 5]
-
-
-def scaled(s: Any, b: Any, h: Any, i: Any, j: Any, gain: Any) -> Any:
-    return s * gain[h]
 
 
 def weighted(s: Any, b: Any, h: Any, i: Any, j: Any, w: Any) -> Any:
@@ -86,34 +84,6 @@ def hiding(s: Any, b: Any, h: Any, i: Any, j: Any, w: Any) -> Any:
     return np.where(j % 5 == 2, -np.inf, s + w[j])
 
 
-def powers(s: Any, b: Any, h: Any, i: Any, j: Any, w: Any) -> Any:
-    return s - (1.0 + abs(i - j)) ** w[h]
-
-
-def kerple(s: Any, b: Any, h: Any, i: Any, j: Any, r1: Any, r2: Any) -> Any:
-    return s - abs(r1[h]) * np.log1p(abs(r2[h]) * abs(i - j))
-
-
-def fire(s: Any, b: Any, h: Any, i: Any, j: Any, c: Any, w: Any, u: Any) -> Any:
-    x = np.log1p(abs(c) * abs(i - j)) / np.log1p(abs(c) * np.maximum(i, 1))
-    return s + np.tanh(x * w[0] + u[0]) * w[1] + np.tanh(x * w[2] + u[1]) * w[3]
-
-
-def forgetting(s: Any, b: Any, h: Any, i: Any, j: Any, c: Any) -> Any:
-    return np.where(j <= i, s + c[b, h, i] - c[b, h, j], -np.inf)
-
-
-def swin(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
-    return s + table[h, i // 8 - j // 8 + 5, i % 8 - j % 8 + 7]
-
-
-def tupe(s: Any, b: Any, h: Any, i: Any, j: Any, p: Any, u: Any) -> Any:
-    total = s
-    for n in range(2):
-        total = total + p[n, i] * u[n, j]
-    return total
-
-
 def capped(s: Any, b: Any, h: Any, i: Any, j: Any, cap: Any) -> Any:
     return cap * np.tanh(s / cap)
 
@@ -138,7 +108,7 @@ CASES: dict[str, Mod] = {
     "rel": functools.partial(rel, table=normal(H, 2 * REACH)),
     "behind": functools.partial(behind, table=normal(2 * REACH, H).T),
     "clipped": functools.partial(clipped, table=normal(11)),
-    "scaled": functools.partial(scaled, gain=RNG.random(H) + 0.5),
+    "scaled": functools.partial(nattn.mods.logit_scale, scale=RNG.random(H) + 0.5),
     "weighted": functools.partial(weighted, w=normal(Nk)),
     "by item": functools.partial(by_item, w=normal(B, Nk)),
     "from the end": functools.partial(from_the_end, w=normal(Nk + 3)[::-1]),
@@ -150,12 +120,31 @@ CASES: dict[str, Mod] = {
     "scattered": functools.partial(scattered, w=normal(11)),
     "bilinear": functools.partial(bilinear, w=normal(3, H)),
     "hiding": functools.partial(hiding, w=normal(Nk)),
-    "powers": functools.partial(powers, w=RNG.random(H) * 0.5),
-    "kerple": functools.partial(kerple, r1=RNG.random(H) + 0.1, r2=RNG.random(H) + 0.1),
-    "fire": functools.partial(fire, c=0.7, w=normal(4), u=normal(2)),
-    "forgetting": functools.partial(forgetting, c=-np.cumsum(RNG.random((B, H, Nk)), axis=2)),
-    "swin": functools.partial(swin, table=normal(H, 11, 15)),
-    "tupe": functools.partial(tupe, p=normal(2, Nk), u=normal(2, Nk)),
+    "kerple log": functools.partial(
+        nattn.mods.kerple_log, r1=RNG.random(H) + 0.1, r2=RNG.random(H) + 0.1
+    ),
+    "kerple power": functools.partial(
+        nattn.mods.kerple_power, r1=RNG.random(H) + 0.1, r2=RNG.random(H) * 0.5 + 0.1
+    ),
+    # Each unit is on for some pairs only, and the threshold is no position: there the slope jumps.
+    "fire": functools.partial(
+        nattn.mods.fire,
+        c=0.7,
+        threshold=20.5,
+        w1=np.array([1.5, -1.2, 0.9]),
+        b1=np.array([-0.6, 0.7, -0.4]),
+        w2=normal(H, 3),
+        b2=normal(H),
+    ),
+    "forgetting": functools.partial(
+        nattn.mods.forget_gates, cumulative=-np.cumsum(RNG.random((B, H, Nk)), axis=2)
+    ),
+    "swin": functools.partial(nattn.mods.relative_position_bias_2d, table=normal(H, 11, 15)),
+    "tupe": functools.partial(
+        nattn.mods.untied_positions, p_q=normal(H, Nk, 2), p_k=normal(H, Nk, 2), scale=0.6
+    ),
+    "token weights": functools.partial(nattn.mods.token_weights, log_weights=normal(B, Nk)),
+    "shaw": functools.partial(nattn.mods.relative_position_bias, table=normal(H, 15), reach=7),
     "capped": functools.partial(capped, cap=2.5),
     "decaying": functools.partial(decaying, rate=np.float64(0.3)),
     "gated": functools.partial(gated, gain=np.array(1.2), floor=-0.4),
@@ -166,7 +155,7 @@ CASES: dict[str, Mod] = {
     "span": functools.partial(nattn.mods.adaptive_span, span=RNG.random(H) * 9, ramp=6.0),
     "t5": nattn.mods.t5_bias(normal(8, H), max_distance=20),
     "composed": nattn.mods.compose(
-        functools.partial(scaled, gain=RNG.random(H) + 0.5),
+        functools.partial(nattn.mods.logit_scale, scale=RNG.random(H) + 0.5),
         functools.partial(capped, cap=2.0),
         functools.partial(weighted, w=normal(Nk)),
     ),
@@ -510,9 +499,15 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         nattn.mods.compose(CASES["weighted"], CASES["weighted"]),
         "score_mod.weighted.w",
         ValueError,
-        "of functions that differ in name",
+        "'score_mod.0.0', 'score_mod.1.0'; got 'score_mod.weighted.w'",
     ),
     "twice": (CASES["rel"], ("score_mod.table",) * 2, ValueError, "each name once"),
+    "aliases": (
+        CASES["rel"],
+        ("score_mod.rel.table", "score_mod.table"),
+        ValueError,
+        "one name for each value, got 'score_mod.rel.table' and 'score_mod.table'",
+    ),
     "other": (CASES["rel"], "table", ValueError, "wrt: expected a tuple of names among"),
 }
 
@@ -524,6 +519,21 @@ def test_names_of_nothing_that_learns_are_refused(case: str) -> None:
     _, vjp = nattn.attention_vjp(q, k, v, score_mod=mod, backend="reference")
     with pytest.raises(error, match=text):
         vjp(dout, wrt=wrt if isinstance(wrt, tuple) else (wrt,))
+
+
+def test_each_value_has_a_name_of_its_own() -> None:
+    assert doctest.testmod(learning).failed == 0
+    mod = nattn.mods.compose(CASES["weighted"], CASES["within where"], CASES["weighted"])
+    names = [name for name, _ in learning.named(resolve("score_mod", mod, SCORE_MOD))]
+    assert names[0] == "score_mod.0.0"
+    assert "score_mod.within_where.w" in names
+    assert len(set(names)) == len(names)
+    q, k, v, dout = inputs()
+    _, vjp = nattn.attention_vjp(q, k, v, score_mod=mod, backend="reference")
+    found = vjp(dout, wrt=[x for x in names if x.endswith((".0.0", ".2.0"))]).dmods
+    assert list(found) == ["score_mod.0.0", "score_mod.2.0"]
+    for name, x in found.items():
+        np.testing.assert_array_equal(vjp(dout, wrt=(name,)).dmods[name], x)
 
 
 def test_one_function_of_a_composition_is_found_by_its_name() -> None:

@@ -18,7 +18,7 @@ import registry
 from numpy.typing import NDArray
 from registry import MODS, Sizes
 
-from nattn.functions import binding, dropout, masks, mods
+from nattn.functions import binding, dropout, masks, mods, positions
 
 bind = functools.partial
 sizes = Sizes(B=2, H=3, Nq=24, Nk=33)
@@ -48,8 +48,9 @@ def assert_loops_agree(
             np.testing.assert_allclose(got, want, rtol=0, atol=20 * 1000 * 2.0**-53)
 
 
-def test_examples() -> None:
-    result = doctest.testmod(mods)
+@pytest.mark.parametrize("module", [mods, positions], ids=["mods", "positions"])
+def test_examples(module: types.ModuleType) -> None:
+    result = doctest.testmod(module)
     assert result.failed == 0
     assert result.attempted > 12
 
@@ -202,6 +203,91 @@ def test_bad_t5_tables(arguments: dict[str, Any], error: type[Exception], text: 
         mods.t5_bias(**arguments)
 
 
+def test_relative_position_bias_2d() -> None:
+    """Rows of 5 tokens: against the coordinates of both."""
+    table = registry.fractions(np.random.default_rng(4), (sizes.H, 13, 9))
+
+    def expected(s: float, b: int, h: int, q: int, k: int) -> float:
+        (y, x), (v, u) = divmod(q, 5), divmod(k, 5)
+        return s + float(table[h, 6 + y - v, 4 + x - u])
+
+    assert_loops_agree(bind(mods.relative_position_bias_2d, table=table), expected)
+
+
+def test_kerple() -> None:
+    r1, r2 = (registry.positive(np.random.default_rng(n), sizes.H) for n in (5, 6))
+    assert_loops_agree(
+        bind(mods.kerple_log, r1=r1, r2=r2),
+        lambda s, b, h, q, k: s - float(r1[h]) * math.log(1 + float(r2[h]) * abs(q - k)),
+    )
+    assert_loops_agree(
+        bind(mods.kerple_power, r1=r1, r2=r2),
+        lambda s, b, h, q, k: s - float(r1[h]) * abs(q - k) ** float(r2[h]),
+    )
+
+
+def test_fire() -> None:
+    rng = np.random.default_rng(7)
+    w1, b1 = rng.standard_normal((2, 6))
+    w2, b2 = rng.standard_normal((sizes.H, 6)), rng.standard_normal(sizes.H)
+
+    def psi(x: float) -> float:
+        return math.log(0.4 * x + 1)
+
+    def expected(s: float, b: int, h: int, q: int, k: int) -> float:
+        x = psi(abs(q - k)) / psi(max(13.5, q))
+        hidden = [max(float(w) * x + float(c), 0.0) for w, c in zip(w1, b1, strict=True)]
+        return (
+            s + math.fsum(float(w) * y for w, y in zip(w2[h], hidden, strict=True)) + float(b2[h])
+        )
+
+    mod = bind(mods.fire, c=0.4, threshold=13.5, w1=w1, b1=b1, w2=w2, b2=b2)
+    assert_loops_agree(mod, expected)
+
+
+def test_untied_positions() -> None:
+    p_q, p_k = np.random.default_rng(8).standard_normal((2, sizes.H, sizes.Nk, 4))
+
+    def expected(s: float, b: int, h: int, q: int, k: int) -> float:
+        return s + math.fsum(map(float, p_q[h, q] * p_k[h, k]))
+
+    assert_loops_agree(bind(mods.untied_positions, p_q=p_q, p_k=p_k), expected)
+    assert_loops_agree(bind(mods.untied_positions, p_q=p_q, p_k=4 * p_k, scale=0.25), expected)
+
+
+def test_logit_scale() -> None:
+    scale = registry.positive(np.random.default_rng(9), sizes.H)
+    assert_loops_agree(
+        bind(mods.logit_scale, scale=scale), lambda s, b, h, q, k: s * float(scale[h])
+    )
+
+
+def test_token_weights() -> None:
+    """A token of size n is n equal ones."""
+    log_weights = np.random.default_rng(10).standard_normal((sizes.B, sizes.Nk))
+    assert_loops_agree(
+        bind(mods.token_weights, log_weights=log_weights),
+        lambda s, b, h, q, k: s + float(log_weights[b, k]),
+    )
+    weights = np.array([1, 3, 0, 2])
+    with np.errstate(divide="ignore"):
+        few = mods.token_weights(scores()[0, :4], 0, 0, 0, np.arange(4), np.log(weights)[None])
+    many = np.repeat(scores()[0, :4], weights)
+    np.testing.assert_allclose(np.exp(few).sum(), np.exp(many).sum(), rtol=1e-14)
+
+
+def test_forget_gates() -> None:
+    """The product of the gates after a key, up to the query; before the query its inverse."""
+    gates = np.random.default_rng(11).uniform(0.5, 1.0, (sizes.B, sizes.H, sizes.Nk))
+
+    def expected(s: float, b: int, h: int, q: int, k: int) -> float:
+        between = gates[b, h, min(q, k) + 1 : max(q, k) + 1]
+        return s + math.copysign(1.0, q - k) * math.log(math.prod(map(float, between)))
+
+    mod = bind(mods.forget_gates, cumulative=np.cumsum(np.log(gates), axis=2))
+    assert_loops_agree(mod, expected)
+
+
 def test_soft_window() -> None:
     def expected(s: float, b: int, h: int, q: int, k: int) -> float:
         return s + math.log(1 / (1 + math.exp(-(6.5 - abs(q - k)) / 2)))
@@ -246,6 +332,8 @@ def test_any_distance_is_safe() -> None:
             bind(mods.gaussian_window, sigma=1e-3),
             bind(mods.distance_decay, rate=2.0, length=1e-3),
             bind(mods.alibi, slopes=np.ones((1, 1))),
+            bind(mods.kerple_log, r1=np.ones(1), r2=np.ones(1)),
+            bind(mods.kerple_power, r1=np.ones(1), r2=np.full(1, 2.0)),
         ):
             for q, k in ((distance, 0), (0, distance)):
                 added = mod(0.0, 0, 0, q, k)
@@ -404,13 +492,14 @@ def test_registered_kinks_are_where_the_derivative_jumps(name: str) -> None:
 ALLOWED = {
     *("where", "exp", "exp2", "expm1", "log", "log1p", "tanh", "sqrt", "power", "sin", "cos"),
     *("abs", "sign", "floor", "clip", "minimum", "maximum", "logical_and", "logical_or"),
-    *("logical_not", "isfinite", "float32", "inf"),
+    *("logical_not", "isfinite", "float32", "inf", "shape"),
 }
-"""What lanes know of NumPy."""
+"""What lanes know of NumPy, and of an array."""
 
 BUILT_IN = [
     *("softcap", "alibi", "relative_position_bias", "soft_window", "adaptive_span"),
-    *("gaussian_window", "distance_decay"),
+    *("gaussian_window", "distance_decay", "relative_position_bias_2d", "kerple_log"),
+    *("kerple_power", "fire", "untied_positions", "logit_scale", "token_weights", "forget_gates"),
 ]
 
 
@@ -442,20 +531,20 @@ def all_functions() -> list[types.FunctionType]:
 
 @pytest.mark.parametrize("function", all_functions(), ids=lambda f: f.__name__)
 def test_one_plain_function_each(function: types.FunctionType) -> None:
-    """No branch, no loop, nothing that lanes do not know."""
+    """No branch, no loop but over a size, nothing that lanes do not know."""
     source = textwrap.dedent(inspect.getsource(function))
     if function.__name__ == "<lambda>":
         source = source[source.index("lambda ") : source.rindex(")")]
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        assert not isinstance(
-            node, ast.If | ast.IfExp | ast.For | ast.While | ast.BoolOp | ast.Not | ast.Try
-        )
+        assert not isinstance(node, ast.If | ast.IfExp | ast.While | ast.BoolOp | ast.Not | ast.Try)
+        if isinstance(node, ast.For):
+            assert ast.unparse(node.iter) in ("range(len(w1))", "range(p_q.shape[2])")
         if isinstance(node, ast.Compare):
             assert len(node.ops) == 1
         if isinstance(node, ast.Attribute):
             assert isinstance(node.value, ast.Name)
-            assert node.value.id == "np" or node.attr == "Any"
+            assert node.value.id == "np" or node.attr in ("Any", "shape")
             assert node.attr in ALLOWED
 
 

@@ -249,7 +249,7 @@ def test_operator(grad: bool, dtype: Any) -> None:
     q, k, v = (gaussian(2, 3, 20, 16, dtype=dtype, seed=n, grad=grad) for n in range(3))
     sinks = gaussian(3, grad=grad)
     found = torch.library.opcheck(
-        torch.ops.nattn.attention.default, (q, k, v, None, sinks, *[None] * 6, key)
+        torch.ops.nattn.attention.default, (q, k, v, None, sinks, *[None] * 6, [], key)
     )
     assert set(found.values()) == {"SUCCESS"}
 

@@ -93,22 +93,6 @@ def test_captured_numbers_may_change() -> None:
     assert not torch.equal(flex_attention(q, k, v, mod), first)
 
 
-def test_gradients_of_captured_tensors_are_refused() -> None:
-    q, k, v = qkv()
-    learnt = torch.nn.Parameter(torch.zeros(H))
-
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + learnt[h]
-
-    for function in (mod, lambda s, b, h, i, j: s + (2 * learnt)[h]):
-        with pytest.raises(NotImplementedError, match="captured tensors without gradients, got"):
-            flex_attention(q, k, v, function)
-        with torch.no_grad():
-            assert torch.equal(flex_attention(q, k, v, function), flex_attention(q, k, v))
-    with pytest.raises(NotImplementedError, match="got learnt of mod"):
-        translate(mod)
-
-
 def test_dtypes_of_captured_tensors() -> None:
     q, k, v = qkv()
     for dtype in (

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..functions import binding
 from ..functions.masks import EMPTY, FULL, MIXED, described
+from . import tensors
 from .checks import FAR, Integers, check_integer, check_integers
 
 
@@ -116,7 +117,7 @@ class BlockMask:
         >>> round(blocks.sparsity, 3)
         0.375
         """
-        tree = binding.resolve("mask_mod", mask_mod, binding.MASK_MOD)
+        tree = binding.resolve("mask_mod", mask_mod, binding.MASK_MOD, describe=tensors.bound_view)
         B, H, Nq, Nk = (_size(*x) for x in (("B", B), ("H", H), ("Nq", Nq), ("Nk", Nk)))
         block_size = min(_size("block_size", block_size, least=1), max(Nq, Nk, 1))
         exact = check_integers("q_offset", Nk - Nq if q_offset is None else q_offset, B)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..functions.learning import PREFIX
+from ..functions.learning import PREFIX, Place
 from ..vectors import dtypes
 from . import device_arrays, tensors
 from .checks import as_array, overlaps_itself, share_memory, show
@@ -129,9 +129,14 @@ def check_wrt(problem: Problem, wrt: Any) -> frozenset[str]:
     expected += " and those of what the score_mod is bound to, as 'score_mod.table'"
     if not isinstance(wrt, (tuple, list)) or not all(isinstance(x, str) for x in wrt):
         raise TypeError(f"wrt: expected {expected}, got {show(wrt)}")
+    places: dict[Place, str] = {}
     for name in wrt:
         if name.startswith(PREFIX):
-            problem.place_of(name)
+            first = places.setdefault(problem.place_of(name), name)
+            if first != name:
+                raise ValueError(
+                    f"wrt: expected one name for each value, got {first!r} and {name!r}"
+                )
         elif name.startswith("mask_mod."):
             raise ValueError(
                 f"wrt: expected {expected}, got {name!r}, and what a mask is bound to has no "

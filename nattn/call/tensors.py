@@ -45,6 +45,14 @@ def view_of(name: str, tensor: Any) -> NDArray[Any]:
     return found
 
 
+def bound_view(name: str, value: Any) -> NDArray[Any] | None:
+    """View a tensor in host memory as an array that functions may be bound to; None of all else.
+
+    Of bfloat16, which they do not read, it is a copy in float32.
+    """
+    return dtypes.widen(view_of(name, value)) if is_torch(value) else None
+
+
 def as_tensor(x: Any) -> Any:
     """Return an array as a tensor of the same memory; a tensor as it is."""
     if is_torch(x):

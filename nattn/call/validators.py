@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..functions import mods
 from ..functions.binding import SCORE_MOD, Combination, Tree, resolve
 from ..vectors import dtypes
-from . import device_arrays
+from . import device_arrays, tensors
 from .block_mask import BlockMask
 from .checks import (
     FAR,
@@ -409,11 +409,14 @@ def alibi_mod(slopes: NDArray[Any]) -> Tree:
 
 
 def describe_bound(name: str, value: Any) -> NDArray[Any] | None:
-    """Describe an array on a GPU that a function is bound to; a single number is copied."""
+    """Describe an array on a GPU or a tensor that a function is bound to.
+
+    A single number on a GPU is copied, and so is bfloat16 in host memory, as float32.
+    """
     found = device_arrays.describe(name, value)
-    if found is None or found.ndim:
-        return found
-    return dtypes.widen(device_arrays.copied(found))
+    if found is None:
+        return tensors.bound_view(name, value)
+    return found if found.ndim else dtypes.widen(device_arrays.copied(found))
 
 
 def binds_device_arrays(tree: Tree | None) -> bool:

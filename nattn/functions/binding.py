@@ -18,7 +18,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,22 @@ MASK_MOD = ("b", "h", "q_idx", "kv_idx")
 """What a modifier and what a mask is called with."""
 
 Value = NDArray[Any] | int | float | bool
-Describe = Callable[[str, Any], NDArray[Any] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Later:
+    """Stands in a function's place for a value that is bound by `filled`.
+
+    Attributes
+    ----------
+    value : object
+        What the value is made of then.
+    """
+
+    value: Any
+
+
+Describe = Callable[[str, Any], NDArray[Any] | Later | None]
 
 _ARRAYS = {np.dtype(t) for t in ("?", *"bhilqBHILQ", "e", "f", "d")}
 """Dtypes of arrays that a function may be bound to."""
@@ -117,7 +132,7 @@ def resolve(
     describe : callable, optional
         ``describe(name, value)`` returns a NumPy view of an array that is none of NumPy's, as one
         on a GPU, or a copy of a single number; and None of anything else. Without it such arrays
-        are refused.
+        are refused. What it returns a `Later` for is left open, to be `filled`.
 
     Returns
     -------
@@ -298,6 +313,8 @@ def _value(
     found = None
     if describe is not None and not isinstance(value, np.ndarray | np.generic | int | float):
         found = describe(f"{name}: {parameter} of {function}", value)
+        if isinstance(found, Later):
+            return found  # type: ignore[return-value]
         value = value if found is None else found
     if isinstance(value, np.generic) or (type(value) is np.ndarray and value.ndim == 0):
         value = value.item()
@@ -309,7 +326,7 @@ def _value(
         native = value.dtype.newbyteorder("=")
         if native in _ARRAYS:
             if found is not None:
-                return found
+                return value  # as it was described
             plain = np.asarray(value)
             return plain if plain.dtype.isnative else plain.astype(native)
     if inspect.isclass(value) or callable(value):
@@ -325,6 +342,51 @@ def _value(
         f"{name}: expected {parameter} of {function} to be bound to a NumPy array of numbers or "
         f"to a number of 64 bits, got {_describe(value)}{detail}"
     )
+
+
+def filled(name: str, tree: Tree, describe: Describe) -> Tree:
+    """Return functions whose open values are bound.
+
+    Parameters
+    ----------
+    name : str
+        What to call them in an error.
+    tree : Bound or Combination
+        Made by `resolve`.
+    describe : callable
+        As in `resolve`; called with each `Later` once, in the order of functions from left to
+        right.
+
+    Returns
+    -------
+    Bound or Combination
+        The same one if nothing was open.
+
+    Raises
+    ------
+    TypeError
+        If a value cannot be bound.
+
+    Examples
+    --------
+    >>> def scaled(score, b, h, q_idx, kv_idx, factor): return score * factor
+    >>> leave = functools.partial(scaled, factor=Later("gain"))
+    >>> tree = resolve("score_mod", leave, SCORE_MOD, describe=lambda label, x: x)
+    >>> filled("score_mod", tree, lambda label, x: {"gain": np.float32(2)}[x.value])(1, 0, 0, 0, 0)
+    2.0
+    """
+    if isinstance(tree, Combination):
+        parts = tuple(filled(name, x, describe) for x in tree.parts)  # type: ignore[arg-type]
+        same = all(x is y for x, y in zip(parts, tree.parts, strict=True))
+        return tree if same else replace(tree, parts=parts)
+    if not any(isinstance(x, Later) for x in tree.values):
+        return tree
+    function = tree.function.__name__
+    values = tuple(
+        _value(name, function, parameter, x, describe) if isinstance(x, Later) else x
+        for parameter, x in zip(tree.names, tree.values, strict=True)
+    )
+    return replace(tree, values=values)
 
 
 # When two functions are the same: for caches of compiled code

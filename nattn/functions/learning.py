@@ -2,14 +2,16 @@
 
 ``score_mod.table`` is the value that a parameter `table` is bound to, in whatever function of the
 composition has one; where several have, ``score_mod.shaw.table`` is that of the function `shaw`.
+Where neither tells them apart, ``score_mod.1.0`` is the first value of the second function.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +102,8 @@ def find(tree: Tree | None, name: str, *, argument: str = "wrt") -> Place:
     tree : Bound or Combination or None
         The score_mod.
     name : str
-        ``score_mod.parameter`` or ``score_mod.function.parameter``.
+        ``score_mod.parameter``, ``score_mod.function.parameter`` or by numbers as in `Place`,
+        ``score_mod.leaf.value``.
     argument : str, default "wrt"
         What to call the name in an error.
 
@@ -117,26 +120,22 @@ def find(tree: Tree | None, name: str, *, argument: str = "wrt") -> Place:
         If it is bound to integers or booleans.
     """
     functions = [] if tree is None else leaves(tree)
-    known = [
-        (f"{PREFIX}{f.function.__name__}.{parameter}", f"{PREFIX}{parameter}", Place(n, m))
-        for n, f in enumerate(functions)
-        for m, parameter in enumerate(f.names)
-    ]
-    found = [x for x in known if name in x[:2]]
+    known = _known(functions)
+    found = [x for x in known if name in x.names]
     if not found:
-        names = sorted({short for _, short, _ in known})
+        names = sorted({x.names[0] for x in known})
         bound = ", ".join(map(repr, names)) if names else "nothing, for no score_mod is bound"
         last = name.rpartition(".")[2]
         users = [f.function.__name__ for f in functions if last in constants(f.function)]
         why = f", a constant of {users[0]}: bind it or capture it in a closure" if users else ""
         raise ValueError(f"{argument}: expected names of what is bound: {bound}; got {name!r}{why}")
     if len(found) > 1:
-        names = [long for long, _, _ in found]
-        hint = ", ".join(map(repr, dict.fromkeys(names)))
+        names = [x.names[1] for x in found]
         if len(set(names)) < len(names):
-            hint += ", of functions that differ in name"
+            names = [x.names[2] for x in found]
+        hint = ", ".join(map(repr, names))
         raise ValueError(f"{argument}: expected a name of one value, {hint}; got {name!r}")
-    place = found[0][2]
+    place = found[0].place
     value = functions[place.leaf].values[place.value]
     kind = value.dtype if isinstance(value, np.ndarray) else np.dtype(type(value))
     if kind.kind != "f":
@@ -144,6 +143,48 @@ def find(tree: Tree | None, name: str, *, argument: str = "wrt") -> Place:
             f"{argument}: expected names of floats, got {name!r}, which is bound to {kind}"
         )
     return place
+
+
+class _Known(NamedTuple):
+    names: tuple[str, str, str]  # short, with the function's, by numbers
+    place: Place
+    value: Any
+
+
+def _known(functions: list[Bound]) -> list[_Known]:
+    """Return all that functions are bound to, and what it is called."""
+    return [
+        _Known(
+            (
+                f"{PREFIX}{parameter}",
+                f"{PREFIX}{f.function.__name__}.{parameter}",
+                f"{PREFIX}{n}.{m}",
+            ),
+            Place(n, m),
+            value,
+        )
+        for n, f in enumerate(functions)
+        for m, (parameter, value) in enumerate(zip(f.names, f.values, strict=True))
+    ]
+
+
+def named(tree: Tree) -> list[tuple[str, Any]]:
+    """Return the shortest name that is that of one value alone, and the value, for each in order.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> from .binding import SCORE_MOD, resolve
+    >>> def add(score, b, h, q_idx, kv_idx, x): return score + x
+    >>> def times(score, b, h, q_idx, kv_idx, x, y): return score * x * y
+    >>> parts = (partial(add, x=1), partial(times, x=2, y=3))
+    >>> tree = resolve("score_mod", Combination("compose", parts), SCORE_MOD)
+    >>> named(tree)
+    [('score_mod.add.x', 1), ('score_mod.times.x', 2), ('score_mod.y', 3)]
+    """
+    known = _known(leaves(tree))
+    count = Counter(name for x in known for name in set(x.names))
+    return [(next(name for name in x.names if count[name] == 1), x.value) for x in known]
 
 
 def find_among(trees: Sequence[Tree], score_mod: Tree | None, name: str) -> Place:

@@ -1,4 +1,4 @@
-"""What happens to a score: the built-in modifiers and ALiBi's slopes.
+"""What happens to a score: the built-in modifiers, those of relative positions among them.
 
 A modifier is one plain function in NumPy's style, ``score_mod(score, b, h, q_idx, kv_idx, ...)``.
 The reference calls it with arrays and the kernels compile it for SIMD lanes, so there is one
@@ -13,18 +13,25 @@ log(w)`` weighs a key by ``w``.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from . import binding
 from .dropout import drop_threshold as drop_threshold  # users find the bits of dropout here
 from .dropout import keep as keep
 from .dropout import philox as philox
+from .positions import alibi as alibi  # and what relative positions add
+from .positions import alibi_slopes as alibi_slopes
+from .positions import fire as fire
+from .positions import kerple_log as kerple_log
+from .positions import kerple_power as kerple_power
+from .positions import relative_position_bias as relative_position_bias
+from .positions import relative_position_bias_2d as relative_position_bias_2d
+from .positions import t5_bias as t5_bias
+from .positions import t5_buckets as t5_buckets
+from .positions import untied_positions as untied_positions
 
 
 def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, cap: Any) -> Any:
@@ -55,206 +62,97 @@ def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, cap: Any) -> An
     return cap * np.tanh(score * (1.0 / cap))  # one division, not one for each score
 
 
-def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> Any:
-    """Subtract a multiple of the distance: ``score - slopes[b, h] * |q_idx - kv_idx|``.
+def logit_scale(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, scale: Any) -> Any:
+    """Multiply scores by a number for each head, the inverse of a temperature: ``scale[h]``.
 
     Parameters
     ----------
     score, b, h, q_idx, kv_idx
         What every modifier is called with.
-    slopes : ndarray
-        ``(B, Hq)``, for example ``np.broadcast_to(alibi_slopes(Hq), (B, Hq))``.
+    scale : ndarray
+        ``(Hq,)``. It multiplies what attention's own ``scale`` has multiplied.
 
     Returns
     -------
     array
-        The score with the bias.
+        The scaled score.
 
     Notes
     -----
-    ``nattn.attention(..., alibi_slopes=)`` is this function, called after every other modifier.
-    Formula: Press, Smith and Lewis, "Train Short, Test Long: Attention with Linear Biases Enables
-    Input Length Extrapolation" (ICLR 2022).
+    The name is that of Liu et al., "Swin Transformer V2: Scaling Up Capacity and Resolution" (CVPR
+    2022), where q and k have length 1: pass ``scale=1.0`` to `nattn.attention`, then, and
+    ``np.exp(np.minimum(logit_scale, np.log(100.0)))`` here.
 
     Examples
     --------
-    >>> float(alibi(1.0, 0, 0, 7, 4, slopes=np.array([[0.25]])))
-    0.25
+    >>> logit_scale(np.array([-2.0, 3.0]), 0, 1, 0, 0, scale=np.array([1.0, 0.5]))
+    array([-1. ,  1.5])
     """
-    return score - slopes[b, h] * abs(q_idx - kv_idx)
+    return score * scale[h]
 
 
-def alibi_slopes(n_heads: int) -> NDArray[np.float32]:
-    """Return the slopes of ALiBi for any number of heads.
-
-    Parameters
-    ----------
-    n_heads : int
-        Number of query heads, 0 or more.
-
-    Returns
-    -------
-    ndarray
-        ``(n_heads,)`` float32.
-
-    Raises
-    ------
-    TypeError
-        If `n_heads` is not an integer.
-    ValueError
-        If it is negative.
-
-    Notes
-    -----
-    For a power of two the slopes are ``2**(-8 / n), 2**(-16 / n), ..., 2**-8``. For any other
-    count the paper takes the slopes of the next lower power of two ``p``, then every second of the
-    slopes for ``2 p``: those that lie between. Source: Press, Smith and Lewis, "Train Short, Test
-    Long" (ICLR 2022) and the code published with it.
-
-    Examples
-    --------
-    >>> alibi_slopes(6).tolist()
-    [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
-    """
-    expected = "n_heads: expected a number of heads, 0 or more"
-    if isinstance(n_heads, bool | np.bool_):
-        raise TypeError(f"{expected}, got {n_heads!r}")
-    try:
-        n = operator.index(n_heads)
-    except TypeError:
-        raise TypeError(f"{expected}, got {n_heads!r} ({type(n_heads).__name__})") from None
-    if n < 0:
-        raise ValueError(f"{expected}, got {n}")
-    power = 1 << max(n.bit_length() - 1, 0)
-    own = np.arange(1, power + 1) / power
-    between = np.arange(1, 2 * power, 2) / (2 * power)
-    return np.exp2(-8.0 * np.concatenate([own, between])[:n]).astype(np.float32)
-
-
-def relative_position_bias(
-    score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any, reach: Any
-) -> Any:
-    """Add a bias that depends on the head and on ``kv_idx - q_idx``, read from a table.
+def token_weights(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, log_weights: Any) -> Any:
+    """Weigh each token, whatever the query: ``score + log_weights[b, kv_idx]``.
 
     Parameters
     ----------
     score, b, h, q_idx, kv_idx
         What every modifier is called with.
-    table : ndarray
-        ``(Hq, 2 * reach + 1)``: ``table[h, reach + d]`` is the bias of a key at distance ``d``
-        behind the query (``d < 0``: before it).
-    reach : int
-        Farther keys get the bias of the first or the last column.
+    log_weights : ndarray
+        ``(B, Nk)``, logarithms of the weights. 0 leaves a token as it is, and -inf hides it.
+        Logarithms, as any of them will do while they learn, and none is taken at each pair.
 
     Returns
     -------
     array
-        The score with the bias.
+        The score plus the logarithm.
 
     Notes
     -----
-    Clipped relative positions: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position
-    Representations" (2018). `t5_bias` makes such a table of T5's buckets.
+    With ``np.log(sizes)`` a token that stands for several counts as so many: the proportional
+    attention of Bolya et al., "Token Merging: Your ViT But Faster" (ICLR 2023).
 
     Examples
     --------
-    >>> table = np.array([[-2.0, -1.0, 0.0, 10.0, 20.0]])
-    >>> relative_position_bias(0.0, 0, 0, 5, np.array([0, 4, 5, 6, 9]), table, reach=2)
-    array([-2., -1.,  0., 10., 20.])
+    >>> sizes = np.array([[1.0, 3.0]])
+    >>> np.exp(token_weights(0.0, 0, 0, 5, np.arange(2), log_weights=np.log(sizes))).round(4)
+    array([1., 3.])
     """
-    return score + table[h, np.clip(kv_idx - q_idx, -reach, reach) + reach]
+    return score + log_weights[b, kv_idx]
 
 
-def t5_bias(
-    table: ArrayLike, bidirectional: bool = True, max_distance: int = 128
-) -> Callable[..., Any]:
-    """Return T5's relative position bias: `relative_position_bias`, bound to T5's buckets.
+def forget_gates(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, cumulative: Any) -> Any:
+    """Weigh keys by the product of the forget gates after them, up to the query.
 
     Parameters
     ----------
-    table : array_like
-        ``(num_buckets, Hq)`` floats, as ``relative_attention_bias.weight`` of Hugging Face's T5
-        stores them; 32 buckets as a rule.
-    bidirectional : bool, default True
-        True as in T5's encoder: half of the buckets are for keys behind the query. False as in its
-        decoder, where keys behind the query share bucket 0.
-    max_distance : int, default 128
-        From here on everything shares the last bucket.
+    score, b, h, q_idx, kv_idx
+        What every modifier is called with.
+    cumulative : ndarray
+        ``(B, Hq, Nk)``: ``np.cumsum(log_gates, axis=2)`` of the logarithms of the gates, one for
+        each head and position of a key.
 
     Returns
     -------
-    functools.partial
-        A score_mod. T5 does not scale its scores: pass ``scale=1.0`` along with it.
-
-    Raises
-    ------
-    TypeError
-        If the table is not of float16, float32 or float64, or `max_distance` not an integer.
-    ValueError
-        If the table is not two-dimensional, or has too few buckets, or `max_distance` is not
-        beyond the buckets of one distance each.
+    array
+        ``score + cumulative[b, h, q_idx] - cumulative[b, h, kv_idx]``.
 
     Notes
     -----
-    Of the buckets for one direction the first half hold one distance each, the others grow
-    exponentially up to `max_distance`. The formula, ``exact + floor(log(n / exact) /
-    log(max_distance / exact) * (buckets - exact))``, is evaluated here in integers, once for every
-    distance. A library that takes the logarithm in float32 can disagree where the exact result is
-    an integer (with 32 buckets at the distances 16, 32 and 64), if its logarithm is rounded down;
-    NumPy's is not, in float32 and float64. Source: Raffel et al., "Exploring the Limits of
-    Transfer Learning with a Unified Text-to-Text Transformer" (JMLR 2020) and its code.
+    Formula: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate" (ICLR 2025),
+    with ``causal=True``: keys behind the query would grow. From the gradient of the sums, ``d``,
+    that of `log_gates` is ``np.flip(np.cumsum(np.flip(d, 2), axis=2), 2)``.
+
+    Differences of large sums lose digits: in float32 take gates in moderation, or float64.
 
     Examples
     --------
-    >>> bias = t5_bias(np.arange(8.0)[:, None], bidirectional=False, max_distance=16)
-    >>> bias(0.0, 0, 0, np.array([0, 3, 4, 7, 8, 11, 12, 99]), 0)
-    array([0., 3., 4., 5., 6., 6., 7., 7.])
+    >>> gates = np.array([[[1.0, 0.5, 0.25, 0.5]]])
+    >>> sums = np.cumsum(np.log(gates), axis=2)
+    >>> np.exp(forget_gates(0.0, 0, 0, 3, np.arange(4), cumulative=sums)).round(4)
+    array([0.0625, 0.125 , 0.5   , 1.    ])
     """
-    weights = np.asarray(table)
-    if weights.dtype.newbyteorder("=").char not in "efd":
-        raise TypeError(
-            f"table: expected dtype float16, float32 or float64, got {weights.dtype.name}"
-        )
-    if weights.ndim != 2:
-        raise ValueError(f"table: expected shape (num_buckets, n_heads), got {weights.shape}")
-    least = 4 if bidirectional else 2
-    if len(weights) < least:
-        raise ValueError(
-            f"table: expected at least {least} buckets with bidirectional={bidirectional}, "
-            f"got shape {weights.shape}"
-        )
-    buckets = t5_buckets(len(weights), bidirectional, max_distance)
-    columns = np.ascontiguousarray(weights[buckets].T)
-    return functools.partial(relative_position_bias, table=columns, reach=len(buckets) // 2)
-
-
-def t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> NDArray[np.int64]:
-    """Return the buckets of ``kv_idx - q_idx`` from -reach to reach, where the last one begins."""
-    count = num_buckets // 2 if bidirectional else num_buckets  # for one direction
-    exact = count // 2
-    steps = count - exact
-    try:
-        last = operator.index(max_distance)
-    except TypeError:
-        raise TypeError(f"max_distance: expected an integer, got {max_distance!r}") from None
-    if last <= exact:
-        raise ValueError(
-            f"max_distance: expected more than the {exact} distances that have a bucket of their "
-            f"own, got {last}"
-        )
-    starts = list(range(exact + 1))
-    for k in range(1, steps):  # the least n with (n / exact) ** steps >= (last / exact) ** k
-        least = last**k * exact ** (steps - k)
-        n = round(exact * (last / exact) ** (k / steps))
-        while n**steps < least:
-            n += 1
-        while (n - 1) ** steps >= least:
-            n -= 1
-        starts.append(n)
-    reach = starts[-1]
-    bucket_of = np.searchsorted(starts, np.arange(reach + 1), side="right") - 1
-    behind = bucket_of[1:] + count if bidirectional else np.zeros(reach, np.int64)
-    return np.concatenate([bucket_of[::-1], behind])
+    return score + (cumulative[b, h, q_idx] - cumulative[b, h, kv_idx])
 
 
 # Soft windows: near keys weigh more
@@ -406,7 +304,8 @@ def compose(*mods: Callable[..., Any]) -> binding.Combination:
     Examples
     --------
     >>> def double(score, b, h, q_idx, kv_idx): return 2 * score
-    >>> both = compose(double, functools.partial(gaussian_window, sigma=1.0))
+    >>> from functools import partial
+    >>> both = compose(double, partial(gaussian_window, sigma=1.0))
     >>> float(both(3.0, 0, 0, 5, 4))
     5.5
     """

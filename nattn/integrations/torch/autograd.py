@@ -8,7 +8,7 @@ refuses. Both call `_run` and `_run_backward`, which know what the core takes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -22,6 +22,7 @@ from ...api.functional import _forward
 from ...call.arguments import Arguments
 from ...call.problem import LEARNT, WRT, Problem
 from ...call.tensors import as_tensor
+from .bound import FUNCTIONS, apart, closed, key_of, names_of, opened, together, without_gradient
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What attention is computed of."""
@@ -37,13 +38,14 @@ class _Call:
     Attributes
     ----------
     args : dict
-        Arguments of `nattn.attention`.
+        Arguments of `nattn.attention`; functions have numbers in place of tensors (`bound`).
     names : tuple of str
-        What the tensors after q, k and v are: some of `_INPUTS`, in their order.
+        What the tensors after q, k and v are: some of `_INPUTS`, in their order. Behind them come
+        those that functions are bound to.
     keeps_exact : bool
         Whether a backward pass may follow, which wants 16-bit outputs as they were computed.
     wrt : tuple of str
-        In a backward pass, what gradients are wanted of.
+        In a backward pass, what gradients are wanted of; "0" is the first bound tensor.
     """
 
     args: Arguments
@@ -75,12 +77,15 @@ def attention(
         As in `nattn.attention`.
     **args
         All other arguments of `nattn.attention`. With dropout and without a `seed` one is drawn
-        from torch's generator, so that ``torch.manual_seed`` rules it.
+        from torch's generator, so that ``torch.manual_seed`` rules it. `score_mod` and `mask_mod`
+        may be bound to tensors, in host memory without a copy but of bfloat16; those without axes
+        stand for their number.
 
     Returns
     -------
     out : Tensor
-        ``(..., Nq, Dv)``. Gradients reach q, k, v, bias, sinks and alibi_slopes.
+        ``(..., Nq, Dv)``. Gradients reach q, k, v, bias, sinks, alibi_slopes and the tensors that
+        `score_mod` is bound to.
     lse : Tensor, only with ``return_lse=True``
         ``(B, Hq, Nq)``.
 
@@ -89,7 +94,7 @@ def attention(
     ValueError, TypeError, IndexError, NotImplementedError
         As `nattn.attention` does; NotImplementedError for second derivatives and for forward mode
         too, and within ``torch.compile`` for arguments that are neither tensors, numbers nor
-        plain functions.
+        functions. On a GPU the tensors that `score_mod` is bound to have no gradient yet.
 
     Notes
     -----
@@ -106,13 +111,20 @@ def attention(
     >>> attention(q, k, v, causal=True, window_size=(20, 0), sinks=sinks).sum().backward()
     >>> q.grad.shape, sinks.grad.shape
     (torch.Size([1, 8, 100, 64]), torch.Size([8]))
+    >>> from functools import partial
+    >>> def relative(score, b, h, q_idx, kv_idx, table):
+    ...     return score + table[h, q_idx - kv_idx]
+    >>> table = torch.zeros(8, 100, requires_grad=True)
+    >>> attention(q, k, v, causal=True, score_mod=partial(relative, table=table)).sum().backward()
+    >>> table.grad.shape
+    torch.Size([8, 100])
     """
     given = with_seed(dict(args))
     if torch.compiler.is_compiling():
         out, lse = traced(q, k, v, given, backend)
     else:
         names = tuple(x for x in _INPUTS if isinstance(given.get(x), Tensor))
-        inputs = [given.pop(x) for x in names]
+        inputs = [given.pop(x) for x in names] + opened(given)
         recorded = _is_recorded(q, k, v, *inputs)
         call = _Call(given, names, backend, keeps_exact=recorded)  # type: ignore[arg-type]
         run = _Attention.apply if recorded else _run_alone
@@ -132,8 +144,16 @@ def traced(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, by the operator that a compiler sees; `args` is used up."""
     inputs = [args.pop(x) if isinstance(args.get(x), Tensor) else None for x in _INPUTS]
-    key = _key(backend, tuple(args.items()))
-    out, lse, _ = torch.ops.nattn.attention(q, k, v, *inputs, key)
+    bound: list[Tensor] = []
+    for name in FUNCTIONS:
+        if args.get(name) is not None:
+            first = len(bound)
+            args[name] = apart(args[name], bound)
+            if name == "mask_mod":
+                bound[first:] = [without_gradient(x) for x in bound[first:]]
+    # torch shows this line where it cannot pass on what it finds
+    key = _key(backend, tuple(args.items()))  # bind tensors with functools.partial in torch.compile
+    out, lse, _ = torch.ops.nattn.attention(q, k, v, *inputs, bound, key)
     return out, lse
 
 
@@ -153,8 +173,8 @@ def _is_recorded(*inputs: Tensor) -> bool:
 
 
 def _arguments(call: _Call, inputs: tuple[Any, ...]) -> Arguments:
-    found: dict[str, Any] = dict(call.args)
-    found.update((n, x) for n, x in zip(call.names, inputs, strict=True) if x is not None)
+    found = closed(call.args, inputs[len(call.names) :])  # type: ignore[arg-type]
+    found.update((n, x) for n, x in zip(call.names, inputs, strict=False) if x is not None)
     if isinstance(found.get("seed"), Tensor):
         found["seed"] = int(found["seed"])
     return found  # type: ignore[return-value]
@@ -187,7 +207,10 @@ def _run_backward(
     v: Tensor,
     *inputs: Any,
 ) -> tuple[Tensor, ...]:
-    """Return a gradient for each of `WRT`, an empty tensor where none is wanted."""
+    """Return a gradient for each of `WRT` and each bound tensor, empty where none is wanted."""
+    bound = inputs[len(call.names) :]
+    wanted = [n for n in range(len(bound)) if str(n) in call.wrt]
+    names = names_of(call.args["score_mod"]) if wanted else {}
     found = attention_backward(
         torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         if dout is None
@@ -198,21 +221,29 @@ def _run_backward(
         out,
         lse,
         dlse=dlse,
-        wrt=call.wrt,
+        wrt=(*(x for x in call.wrt if x in WRT), *(names[n] for n in wanted)),
         backend=call.backend,
         **_arguments(call, inputs),
     )
-    return tuple(q.new_empty(0) if x is None else x for x in found[: len(WRT)])
+    learnt: list[Any] = [None] * len(bound)
+    for n in wanted:
+        learnt[n] = found.dmods[names[n]].to(bound[n].dtype)
+    return tuple(q.new_empty(0) if x is None else x for x in (*found[: len(WRT)], *learnt))
 
 
 def _backwards(
-    ctx: Any, names: tuple[str, ...], run: Callable[[tuple[str, ...]], Any]
+    needed: Sequence[bool], names: tuple[str, ...], run: Callable[[tuple[str, ...]], Any]
 ) -> tuple[Tensor | None, ...]:
-    """Return a gradient for each input, of those whose names `run` is called with."""
-    inputs = ("q", "k", "v", *names)
-    wrt = tuple(x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed)
-    found = dict(zip(WRT, run(wrt), strict=True))
-    return (*(found[x] if x in wrt else None for x in inputs), None)
+    """Return a gradient for each tensor, of those whose names `run` is called with.
+
+    `names` are those of the tensors after q, k and v. What a function is bound to has no more than
+    a number.
+    """
+    numbers = tuple(map(str, range(len(needed) - 3 - len(names))))
+    inputs = ("q", "k", "v", *names, *numbers)
+    wrt = tuple(x for x, is_needed in zip(inputs, needed, strict=True) if is_needed)
+    found = dict(zip((*WRT, *numbers), run(wrt), strict=True))
+    return tuple(found[x] if x in wrt else None for x in inputs)
 
 
 def _exact_last(tensors: Any, n_outputs: int) -> tuple[Any, ...]:
@@ -239,7 +270,7 @@ def _one_by_one(function: Any, info: Any, dims: tuple[Any, ...], args: tuple[Any
 
 
 class _Attention(torch.autograd.Function):
-    """(q, k, v, *inputs, call) to (out, lse) or, of 16 bits, (out, lse, exact)."""
+    """(q, k, v, *inputs, *bound, call) to (out, lse) or, of 16 bits, (out, lse, exact)."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -259,7 +290,7 @@ class _Attention(torch.autograd.Function):
         def run(wrt: tuple[str, ...]) -> Any:
             return _Backward.apply(dout, dlse, *saved, replace(ctx.call, wrt=wrt))
 
-        return _backwards(ctx, ctx.call.names, run)
+        return (*_backwards(ctx.needs_input_grad[:-1], ctx.call.names, run), None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -278,7 +309,7 @@ _Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type
 
 
 class _Backward(torch.autograd.Function):
-    """(dout, dlse, out, lse, q, k, v, *inputs, call) to gradients."""
+    """(dout, dlse, out, lse, q, k, v, *inputs, *bound, call) to gradients."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -318,18 +349,21 @@ def _key(backend: str, items: tuple[tuple[str, Any], ...]) -> str:
     parts = [backend]
     for name, x in items:
         if callable(x) or isinstance(x, (list, tuple, *_NO_KEY)):
-            parts.append(f"{name}={id(x) if callable(x) else x!r}")
+            parts.append(f"{name}={key_of(x)}")
         else:
             raise NotImplementedError(
                 f"{name}: expected a tensor, a number or a function within torch.compile, got "
                 f"{type(x).__name__}"
             )
     key = " ".join(parts)
-    _calls[key] = _Call(dict(items), _INPUTS, backend, keeps_exact=True)  # type: ignore[arg-type]
+    args: Any = {name: together(x) if name in FUNCTIONS else x for name, x in items}
+    _calls[key] = _Call(args, _INPUTS, backend, keeps_exact=True)
     return key
 
 
-_TENSORS = "Tensor q, Tensor k, Tensor v, " + ", ".join(f"Tensor? {x}" for x in _INPUTS)
+_TENSORS = "Tensor q, Tensor k, Tensor v, " + ", ".join(
+    (*(f"Tensor? {x}" for x in _INPUTS), "Tensor[] bound")
+)
 LIBRARY = torch.library.Library("nattn", "DEF")
 LIBRARY.define(f"attention({_TENSORS}, str call) -> (Tensor, Tensor, Tensor)")
 LIBRARY.define(
@@ -349,14 +383,15 @@ def _operator(name: str) -> Callable[[Any], Any]:
 
 @_operator("attention")
 def _attention_operator(*args: Any) -> tuple[Tensor, ...]:
-    found = _run(_calls[args[-1]], *args[:-1])
+    *tensors, bound, key = args
+    found = _run(_calls[key], *tensors, *bound)
     return found if len(found) == 3 else (*found, found[1].new_empty(0))
 
 
 @_operator("attention_backward")
 def _backward_operator(*args: Any) -> list[Tensor]:
-    *tensors, key, wrt = args
-    return list(_run_backward(replace(_calls[key], wrt=tuple(wrt)), *tensors))
+    *tensors, bound, key, wrt = args
+    return list(_run_backward(replace(_calls[key], wrt=tuple(wrt)), *tensors, *bound))
 
 
 @torch.library.register_fake("nattn::attention", lib=LIBRARY)
@@ -373,26 +408,35 @@ def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tens
 
 @torch.library.register_fake("nattn::attention_backward", lib=LIBRARY)
 def _backward_shapes(*args: Any) -> list[Tensor]:
-    *tensors, _, wrt = args
+    *tensors, bound, _, wrt = args
     q, *_ = tensors[4:]
     inputs = dict(zip(WRT, tensors[4:], strict=False))
-    return [torch.empty_like(inputs[x]) if x in wrt else q.new_empty(0) for x in WRT]
+    inputs |= {str(n): x for n, x in enumerate(bound)}
+    return [
+        torch.empty_like(inputs[x]) if x in wrt else q.new_empty(0)
+        for x in (*WRT, *map(str, range(len(bound))))
+    ]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.key = inputs
-    ctx.save_for_backward(*output, *tensors)
+    *tensors, bound, ctx.key = inputs
+    ctx.save_for_backward(*output, *tensors, *bound)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _backward_of_operator(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
     saved = _exact_last(ctx.saved_tensors, 3)
+    n = 5 + len(_INPUTS)  # out, lse, q, k and v, and the others
 
     def run(wrt: tuple[str, ...]) -> Any:
-        return torch.ops.nattn.attention_backward(dout, dlse, *saved, ctx.key, list(wrt))
+        return torch.ops.nattn.attention_backward(
+            dout, dlse, *saved[:n], list(saved[n:]), ctx.key, list(wrt)
+        )
 
-    return _backwards(ctx, _INPUTS, run)
+    *needed, bound, _ = ctx.needs_input_grad
+    found = _backwards((*needed, *bound), _INPUTS, run)
+    return *found[: len(needed)], list(found[len(needed) :]), None
 
 
 torch.library.register_autograd(

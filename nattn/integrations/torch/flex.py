@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import (
 from ...call.block_mask import BlockMask as Blocks
 from ...functions.masks import EMPTY, FULL, Mask, mask
 from .autograd import FLOATS, attention
-from .translate import translate
+from .translate import on_tensors, translate
 
 
 def flex_attention(
@@ -69,7 +69,8 @@ def flex_attention(
     Returns
     -------
     out : Tensor
-        ``(B, Hq, L, Ev)``. A row that sees no key is 0.
+        ``(B, Hq, L, Ev)``. A row that sees no key is 0. Gradients reach query, key, value and the
+        tensors that `score_mod` captures, also through what it computes of them alone.
     lse : Tensor, only with ``return_lse=True``
         Natural logarithm of the sum of the exponentials of the scores, ``(B, Hq, L)``, -inf for a
         row that sees no key.
@@ -84,7 +85,7 @@ def flex_attention(
         If a function indexes a captured tensor out of range, for a visible pair.
     NotImplementedError
         For ``return_aux.max_scores``, operations that nattn has not, gradients of captured tensors
-        and second derivatives.
+        on a GPU and second derivatives.
 
     Notes
     -----
@@ -121,7 +122,7 @@ def flex_attention(
         raise TypeError(f"kernel_options: expected a dict, got {type(kernel_options).__name__}")
     args: dict[str, Any] = {}
     if score_mod is not None:
-        args["score_mod"] = translate(score_mod, "score_mod", device=query.device)
+        args["score_mod"] = on_tensors(score_mod, query.device)
     if block_mask is not None:
         args["block_mask"] = _blocks(block_mask, query, key)
     if scale is not None:

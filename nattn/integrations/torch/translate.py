@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -52,14 +53,14 @@ def translate(
     -------
     callable
         To be passed to `nattn.attention` and to `nattn.BlockMask.from_mask_mod`. Tensors that
-        `mod` captures are bound to it, and read when it is used; what `mod` computes of them
-        alone, and its numbers, are those of now.
+        `mod` captures are bound to it, as arrays, and read when it is used; what `mod` computes of
+        them alone, and its numbers, are those of now. Tensors of which a gradient is wanted stay
+        tensors, for `nattn.integrations.torch.attention`.
 
     Raises
     ------
     NotImplementedError
-        For an operation that nattn has not, and a captured tensor of which torch would want a
-        gradient. The text names it.
+        For an operation that nattn has not. The text names it.
     TypeError
         If `mod` does with tensors what only a single number can do, as in ``if score > 0``, or
         returns no number, as a mask no bool.
@@ -67,7 +68,8 @@ def translate(
     Notes
     -----
     Floats have the precision of the call, whatever they are converted to, and integers do not
-    wrap. An index out of range raises IndexError where the pair is visible.
+    wrap. An index out of range raises IndexError where the pair is visible. `torch.no_grad` within
+    `mod` is not seen: what is to have no gradient is to be detached.
 
     Examples
     --------
@@ -86,22 +88,31 @@ def translate(
     if not callable(mod):
         raise TypeError(f"{kind}: expected a function, got {type(mod).__name__}")
     found = _remembered(mod, kind, torch.device(device))
-    if kind == "score_mod" and torch.is_grad_enabled():
-        for name, x in found.tensors.items():
-            if x.requires_grad:
-                raise NotImplementedError(
-                    f"{kind}: expected captured tensors without gradients, got {name} of "
-                    f"{name_of(mod)}, which requires one; nattn has those of q, k, v and of its "
-                    "own arguments bias, sinks and alibi_slopes: pass detach() of it"
-                )
-    arrays = {name: array_of(x) for name, x in found.tensors.items()}
-    return functools.partial(found.function, **arrays) if arrays else found.function
+    learns = kind == "score_mod" and torch.is_grad_enabled()
+    bound = {
+        name: _with_axes(x) if learns and x.requires_grad else array_of(x)
+        for name, x in found.tensors.items()
+    }
+    return functools.partial(found.function, **bound) if bound else found.function
+
+
+def on_tensors(score_mod: Mod, device: torch.device) -> Mod:
+    """Do what `translate` does for a score_mod, and bind it to tensors whatever they are."""
+    if isinstance(score_mod, Bound | Combination) or not callable(score_mod):
+        return translate(score_mod)
+    found = _remembered(score_mod, "score_mod", device)
+    tensors = {name: _with_axes(x) for name, x in found.tensors.items()}
+    return functools.partial(found.function, **tensors) if tensors else found.function
+
+
+def _with_axes(tensor: Tensor) -> Tensor:
+    """Return a tensor of one number as one with an axis: a translated function indexes it."""
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 def array_of(tensor: Tensor) -> Any:
     """View a captured tensor as an array of at least one axis; one on a GPU as a tensor."""
-    plain = tensor.detach()
-    plain = plain.reshape(1) if plain.ndim == 0 else plain
+    plain = _with_axes(tensor.detach())
     if plain.dtype == torch.bfloat16:  # which no function of nattn is bound to
         plain = plain.float()
     return plain if plain.is_cuda else plain.numpy()
@@ -140,6 +151,13 @@ def _remembered(mod: Mod, kind: str, device: torch.device) -> Translation:
     if found is not None and alike(found[0], leaves):
         return found[1]
     names = {id(x): name for name, x in leaves if isinstance(x, Tensor)}
+    for name, x in leaves:
+        if isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise NotImplementedError(
+                f"{kind}: expected captured tensors that torch.func does not transform, got "
+                f"{name or 'one'} of {name_of(mod)}; bind it with functools.partial to a function "
+                "in NumPy's style, for nattn.integrations.torch.attention"
+            )
     result = _Translator(mod, kind, names).translate(device)
     if result.lasting and not any(isinstance(x, Unknown) for _, x in leaves):
         known[key] = leaves, result
@@ -214,11 +232,6 @@ class _Translator:
         return Translation(function, self.tensors, self.lasting)
 
     def trace(self, device: torch.device) -> torch.fx.GraphModule:
-        numbers = [
-            torch.zeros((), dtype=None if x == "score" else torch.int32, device=device)
-            for x in self.parameters
-        ]
-        numbers[0] = numbers[0].float() if self.kind == "score_mod" else numbers[0]
         traced = make_fx(
             lambda *args: self.mod(*args),
             decomposition_table=decompositions(),
@@ -226,7 +239,14 @@ class _Translator:
             _allow_non_fake_inputs=True,
         )
         try:
-            with torch.no_grad(), TransformGetItemToIndex():
+            # what torch.func does to inputs of the call is nothing to single numbers
+            with temporarily_clear_interpreter_stack(), torch.no_grad(), TransformGetItemToIndex():
+                numbers = [
+                    torch.zeros(
+                        (), dtype=torch.float32 if x == "score" else torch.int32, device=device
+                    )
+                    for x in self.parameters
+                ]
                 return traced(*numbers)
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
             raise TypeError(
@@ -330,12 +350,10 @@ class _Translator:
         args, kwargs = torch.fx.node.map_arg(
             (node.args, node.kwargs), lambda x: self.values[x].tensor
         )
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.kind == "score_mod"):
             result = target(*args, **kwargs)
         if not isinstance(result, Tensor):
             raise self.refuse(target)
-        if not fixed and any(x.tensor.requires_grad for x in inputs):
-            result.requires_grad_()  # so that it is refused like what it was computed of
         return _Constant(result, captured=False, fixed=fixed)
 
     def filled(self, node: torch.fx.Node, name: str) -> _Constant:
@@ -351,6 +369,9 @@ class _Translator:
         base, given = self.values[node.args[0]], list(node.args[1])
         if isinstance(base, Number):
             raise self.refuse(node.target)
+        inputs = [self.values[x] for x in node.all_input_nodes]
+        if all(isinstance(x, _Constant) for x in inputs) and any(x.tensor.ndim for x in inputs[1:]):
+            return None
         numbers = [self.number(x, node.target) for x in given if x is not None]
         fixed = all(x.literal for x in numbers)
         if isinstance(base, _Constant) and fixed and not base.captured:
