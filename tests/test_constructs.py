@@ -107,6 +107,18 @@ def test_what_works_means_what_it_means_on_arrays(name: str, tmp_path: Path) -> 
     assert np.abs(want - plain).max() > 1e-3  # or it would not tell whether anything was done
 
 
+@pytest.mark.parametrize("name", [x for x in WORKS if "def f(" not in WORKS[x]])
+def test_what_works_does_so_in_a_closure(name: str, tmp_path: Path) -> None:
+    body = textwrap.indent("score = score * gain\n" + WORKS[name], " " * 8)
+    source = f"def make(gain):\n    def f(score, b, h, q_idx, kv_idx):\n{body}\n    return f\n"
+    function = define(tmp_path, source + "f = make(1.5)\n")
+    got, want = (
+        nattn.attention(Q, Q, Q, score_mod=function, backend=backend)
+        for backend in ("cpu", "reference")
+    )
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
 REFUSED = {
     # seen beforehand: the line is marked
     "import": ("import math  #\nreturn score", "`import`"),
@@ -191,7 +203,7 @@ REFUSED = {
     ),
     "recursion": (
         "def g(x):\n    return g(x)  #\ndef f(score, b, h, q_idx, kv_idx):\n    return g(score)",
-        "re-entrant",
+        "recursion",
     ),
     "sorted": ("return sorted((score, 1.0))[0]", "overload"),
     "eval": ("return eval('score')", "'eval'"),

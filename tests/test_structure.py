@@ -40,7 +40,7 @@ HEAVY = {"vectors", "functions.on_lanes", "backends.cpu", "backends.cuda", "appl
 """What may import Numba: `import nattn` must stay quick."""
 
 LIGHT_IN_HEAVY = {"vectors", "vectors.dtypes", "backends.cpu.__init__", "backends.cuda.__init__"}
-LLVM = {"vectors", "backends.cuda", "applications.command_line", "__main__"}
+LLVM = {"vectors", "backends.cpu.engines", "backends.cuda", "applications.command_line", "__main__"}
 JIT = {"njit", "jit", "cfunc", "vectorize", "guvectorize"}
 
 

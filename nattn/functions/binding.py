@@ -452,44 +452,56 @@ def constants(function: types.FunctionType) -> set[str]:
     }
 
 
-def frozen(function: types.FunctionType) -> tuple[types.FunctionType, list[types.FunctionType]]:
+def frozen(
+    function: types.FunctionType, wrap: Callable[[Any], Any]
+) -> tuple[Any, list[types.FunctionType]]:
     """Copy a function with what it captures now, and the helpers that it may call.
 
     A compiler that remembers functions by identity would miss that a captured number has changed
     since; the copy is a function of its own.
 
+    Parameters
+    ----------
+    function : function
+        A plain function.
+    wrap : callable
+        What to make of each copy before another finds it.
+
     Returns
     -------
-    function, helpers
-        The copy, and all plain Python functions that it may call: copies, but for those that it
-        finds as attributes of modules.
+    function
+        The wrapped copy.
+    others : list of function
+        Those helpers that it finds as attributes of modules, which are not copied.
     """
-    copies: dict[types.FunctionType, types.FunctionType] = {}
-    result = _copy(function, copies)
-    others = [f for f in helpers(function) if f not in copies]
-    return result, [*(f for f in copies.values() if f is not result), *others]
+    copies: dict[types.FunctionType, Any] = {}
+    result = _copy(function, copies, wrap)
+    return result, [f for f in helpers(function) if f not in copies]
 
 
 def _copy(
-    function: types.FunctionType, copies: dict[types.FunctionType, types.FunctionType]
-) -> types.FunctionType:
+    function: types.FunctionType,
+    copies: dict[types.FunctionType, Any],
+    wrap: Callable[[Any], Any],
+) -> Any:
     if function in copies:
         return copies[function]
     scope: dict[str, Any] = {"__builtins__": builtins, "__name__": function.__module__}
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    copies[function] = new = types.FunctionType(
+    new = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, cells
     )
     new.__module__, new.__qualname__ = function.__module__, function.__qualname__
+    copies[function] = wrapped = wrap(new)
     by_name = dict(zip(function.__code__.co_freevars, cells, strict=True))
     for owner, name, value in _captured(function):
         if isinstance(value, types.FunctionType):
-            value = _copy(value, copies)
+            value = _copy(value, copies, wrap)
         if isinstance(owner, types.CellType):
             by_name[name].cell_contents = value
         elif name in owner:
             scope[name] = value
-    return new
+    return wrapped
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -110,12 +110,15 @@ class Tools(NamedTuple):
     Attributes
     ----------
     inlined : callable
-        Decorator of functions that compiled code may call.
+        Decorator of functions that compiled code may call, which finds the result in their place.
+    registered : callable
+        The same for functions that compiled code finds as they are, in modules.
     call_arguments, as_condition : intrinsic
         Those of `nattn.vectors.lanes`, as the target knows them.
     """
 
     inlined: Callable[..., Any]
+    registered: Callable[..., Any]
     call_arguments: Any
     as_condition: Any
 
@@ -131,7 +134,10 @@ def evaluator(tree: Tree, first: int, tools: Tools, convert: Any) -> tuple[Evalu
     """
     if isinstance(tree, Bound):
         layout = Layout(tree.order, tuple(map(_kind, tree.values)), first)
-        function, call_arguments = compilable(tree.function, tools.inlined), tools.call_arguments
+        function, call_arguments = (
+            compilable(tree.function, tools.inlined, tools.registered),
+            tools.call_arguments,
+        )
 
         def leaf(tile: Any, params: Any, error_flags: Any, args: Any) -> Any:
             return function(*call_arguments(tile, layout, args, params, error_flags))
@@ -152,8 +158,8 @@ def evaluator(tree: Tree, first: int, tools: Tools, convert: Any) -> tuple[Evalu
     return joined, first
 
 
-def compilable(function: Any, inlined: Callable[..., Any]) -> Evaluate:
-    """Return a copy of a plain function that compiled code can call.
+def compilable(function: Any, inlined: Callable[..., Any], registered: Callable[..., Any]) -> Any:
+    """Return a copy of a plain function that compiled code can call; for the others see `Tools`.
 
     Raises
     ------
@@ -164,11 +170,10 @@ def compilable(function: Any, inlined: Callable[..., Any]) -> Evaluate:
         found = unsupported(plain)
         if found is not None:
             raise InexpressibleError((found.file, found.line), found.reason)
-    copy, helpers = binding.frozen(function)
-    for helper in helpers:
-        inlined(helper)
-    result: Evaluate = inlined(copy)
-    return result
+    copy, others = binding.frozen(function, inlined)
+    for helper in others:
+        registered(helper)
+    return copy
 
 
 def _negated(f: Evaluate, tools: Tools) -> Any:

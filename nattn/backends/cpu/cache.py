@@ -7,6 +7,8 @@ fingerprint of the sources that make code, with one file for each kernel.
 A file is unpickled, and what it holds is run: who can write one can run what he likes. So folders
 and files that another user owns or can write are refused. A file begins with a checksum of the
 rest and the hash of the kernel's key, so that neither a damaged nor a misnamed one is run.
+
+A folder has a limit. Loading a file touches it, and the files that were touched last are kept.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import math
 import os
 import pickle
 import re
@@ -22,15 +25,20 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba.core import serialize
 from numba.core.compiler import CompileResult
 
 _KEEP_FOLDERS = 8
+_LIMIT = 512
+"""MiB that a folder may take, if NATTN_CACHE_LIMIT does not say."""
+_HOUR = 3600.0
+"""Seconds after which a file that is used is marked as used lately."""
 
 GENERATING = ("vectors", "functions", "backends/cpu")
 """Folders of the package whose files decide what code a kernel becomes."""
@@ -169,6 +177,52 @@ def _forget_stale(root: Path, current: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _limit() -> float:
+    """Return how many bytes a folder may take."""
+    given = os.environ.get("NATTN_CACHE_LIMIT", "")
+    try:
+        megabytes = float(given or _LIMIT)
+    except ValueError:
+        megabytes = math.nan
+    if not megabytes >= 0:
+        warnings.warn(
+            f"NATTN_CACHE_LIMIT: expected a number of MiB, got {given!r}; it is {_LIMIT} now",
+            stacklevel=2,
+        )
+        megabytes = _LIMIT
+    return megabytes * (1 << 20)
+
+
+_written: dict[Path, float] = {}
+"""Bytes that this process has written to a folder since it last looked at all that is there."""
+
+
+def _keep_within_limit(folder: Path, n_bytes: int) -> None:
+    """Delete the files that were not used for longest, once a folder is too large.
+
+    What another process still wants of them costs it a compile. To look at every file after each
+    one that is written would be slow: an eighth of the limit may be written in between.
+    """
+    limit = _limit()
+    _written[folder] = _written.get(folder, math.inf) + n_bytes  # the first time look at once
+    if _written[folder] <= limit / 8:
+        return
+    _written[folder] = 0
+    files = []
+    with contextlib.suppress(OSError):  # another process deletes the folder
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):  # or this file
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= limit:
+            break
+        with contextlib.suppress(OSError):  # on Windows what another process reads stays
+            path.unlink()
+        total -= size
+
+
 def clear_cache() -> int:
     """Delete the cached code of every version of the package; return the bytes freed."""
     current = cache_folder()
@@ -185,6 +239,21 @@ def clear_cache() -> int:
 # What is in its files
 
 _DIGEST = hashlib.sha256().digest_size
+
+
+class ObjectCode(NamedTuple):
+    """Machine code as the compiler leaves it, in the format of the system's object files.
+
+    Attributes
+    ----------
+    symbol : str
+        Name of the function to call.
+    image : bytes
+        The object file.
+    """
+
+    symbol: str
+    image: bytes
 
 
 class KernelFile:
@@ -215,38 +284,37 @@ class KernelFile:
         digest = hashlib.sha256(text.encode())
         return folder / f"{self._name}-{digest.hexdigest()[:32]}.kernel", digest.digest()
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled function, or None."""
-        target_context.refresh()
+    def _read(self, target_context: Any) -> memoryview | None:
+        """Return what was written, or None."""
         place = self._place(target_context)
         if place is None:
             return None
         path, identity = place
         try:
-            file = path.open("rb")
+            with path.open("rb") as file:
+                # Of the opened file, not of what the path may lead to a moment later. A file that
+                # only this user can write is his, whoever may exchange the folders above it.
+                status = os.fstat(file.fileno())
+                if _refused(path, status):
+                    return None
+                content = file.read()
         except OSError:
             return None
-        with file:
-            # Of the opened file, not of what the path may lead to a moment later. A file that only
-            # this user can write is his, whoever may exchange the folders above it.
-            if _refused(path, os.fstat(file.fileno())):
-                return None
-            try:
-                content = file.read()
-                checksum, rest = content[:_DIGEST], memoryview(content)[_DIGEST:]
-                if hashlib.sha256(rest).digest() != checksum or rest[:_DIGEST] != identity:
-                    return None
-                return CompileResult._rebuild(target_context, *pickle.loads(rest[_DIGEST:]))
-            except Exception:
-                return None
+        checksum, rest = content[:_DIGEST], memoryview(content)[_DIGEST:]
+        if hashlib.sha256(rest).digest() != checksum or rest[:_DIGEST] != identity:
+            return None
+        if time.time() - status.st_mtime > _HOUR:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return rest[_DIGEST:]
 
-    def save_overload(self, sig: Any, result: Any) -> None:
-        """Write the compiled function, whole or not at all."""
-        place = self._place(result.target_context)
-        if place is None or result.library.has_dynamic_globals:
+    def _write(self, target_context: Any, content: bytes) -> None:
+        """Write it, whole or not at all."""
+        place = self._place(target_context)
+        if place is None:
             return
         path, identity = place
-        rest = identity + serialize.dumps(result._reduce())
+        rest = identity + content
         try:
             _make(path.parent)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -257,3 +325,61 @@ class KernelFile:
         except OSError:
             with contextlib.suppress(OSError, UnboundLocalError):
                 os.unlink(file.name)
+            return
+        _keep_within_limit(path.parent, _DIGEST + len(rest))
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the compiled function, or None."""
+        target_context.refresh()
+        content = self._read(target_context)
+        if content is None:
+            return None
+        try:
+            return CompileResult._rebuild(target_context, *pickle.loads(content))
+        except Exception:
+            return None
+
+    def save_overload(self, sig: Any, result: Any) -> None:
+        """Write the compiled function, whole or not at all."""
+        if cache_folder() is not None and not result.library.has_dynamic_globals:
+            self._write(result.target_context, serialize.dumps(result._reduce()))
+
+
+class CodeFile(KernelFile):
+    """A user's function on disk: its machine code alone, which is all that it takes to call it.
+
+    Where that does not suffice, because the code needs objects of Python's, the file is like that
+    of any kernel.
+
+    Attributes
+    ----------
+    code : ObjectCode or None
+        What was found or compiled.
+    """
+
+    def __init__(self, name: str, key: str) -> None:
+        super().__init__(name, key)
+        self._file = KernelFile(name, f"{key}\ncode")
+        self.code: ObjectCode | None = None
+
+    def load(self, target_context: Any) -> ObjectCode | None:
+        """Return the code, or None."""
+        target_context.refresh()  # which gives names to what the code may call
+        content = self._file._read(target_context)
+        if content is not None:
+            symbol, _, image = bytes(content).partition(b"\0")
+            self.code = ObjectCode(symbol.decode(), image)
+        return self.code
+
+    def save_overload(self, sig: Any, result: Any) -> None:
+        """Keep the code, and write it."""
+        if result.library.has_dynamic_globals:  # addresses of this process
+            return
+        (_, kind, data), _, own, _, objects, lifted, _, setup, environments = result._reduce()
+        names = any(x.consts for x in (own, *environments))
+        if kind != "object" or objects or lifted or setup or names:
+            super().save_overload(sig, result)
+            return
+        self.code = ObjectCode(result.fndesc.llvm_cfunc_wrapper_name, data[0])
+        content = self.code.symbol.encode() + b"\0" + self.code.image
+        self._file._write(result.target_context, content)

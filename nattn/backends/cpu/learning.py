@@ -48,7 +48,7 @@ from ...vectors.learnt import (
     reverse,
     sites_passed,
 )
-from .jit import device, inlined, kernel
+from .jit import device, fleeting, kernel
 from .score import CONTEXT, SIGNATURE, TOOLS, compiled, head_reader
 
 
@@ -89,7 +89,7 @@ def learn(tile, source, index):
         r = as_dual(tile, evaluate(tile, params, tape, (load(tile, at), *args)))
         return chain(tile, load(tile, ds), r)
 
-    derivative = inlined(derivative)
+    derivative = fleeting(derivative)
 
     def function(scores, deriv, context, params):
         c = view(CONTEXT, context)

@@ -67,7 +67,7 @@ from ...vectors.lanes import (
     write_int64,
 )
 from ...vectors.storage import SIZES
-from .jit import device, inlined, kernel
+from .jit import device, fleeting, inlined, kernel
 
 SIGNATURE = "int64(int64, int64, int64, int64)"
 
@@ -115,7 +115,7 @@ class TileFunction(NamedTuple):
     params : ndarray of int64
         The words that it gets.
     keepalive : tuple
-        What must live as long as the words, which hold addresses.
+        What must live as long as the address, and the words, which hold addresses too.
     """
 
     address: int
@@ -212,7 +212,7 @@ def operand_function(tile: Tile, operand: NDArray[Any]) -> TileFunction:
 
 # Users' functions
 
-TOOLS = Tools(inlined, call_arguments, as_condition)
+TOOLS = Tools(fleeting, inlined, call_arguments, as_condition)
 
 
 @device
@@ -252,7 +252,7 @@ def head_reader(packed, index):
         def head(tile, c, lane):
             return uniform_index(tile, index, read_int64(c.heads_ptr))
 
-    return inlined(head)
+    return fleeting(head)
 
 
 def _over_tile(tile, index, packed, step):
@@ -303,7 +303,7 @@ def modify(tile, source, index, packed):
         store(at, s)
         return s
 
-    return _over_tile(tile, index, packed, inlined(step))
+    return _over_tile(tile, index, packed, fleeting(step))
 
 
 @kernel(SIGNATURE)
@@ -318,7 +318,7 @@ def modify_and_derive(tile, source, index, packed):
         store(deriv, chain(tile, load(tile, deriv), r))
         return s
 
-    return _over_tile(tile, index, packed, inlined(step))
+    return _over_tile(tile, index, packed, fleeting(step))
 
 
 @kernel(SIGNATURE)
@@ -332,7 +332,7 @@ def restrict(tile, source, index, packed):
         store(at, s)
         return s
 
-    return _over_tile(tile, index, packed, inlined(step))
+    return _over_tile(tile, index, packed, fleeting(step))
 
 
 def user_function(
@@ -379,10 +379,10 @@ def compiled(
     one = Tile(tile.dtype, tile.W, 1, 1)  # of all storage types
     index = "int32" if positions < INDEX_BOUND else "int64"
     try:
-        address = make(one, UserCode.of(tree), index, *more)
+        code = make.compiled(one, UserCode.of(tree), index, *more)
     except COMPILER_ERRORS as error:
         raise explained(name, tree, error) from error
-    return TileFunction(address, np.array(words(tree), np.int64), (tree,))
+    return TileFunction(code.address, np.array(words(tree), np.int64), (tree, code))
 
 
 # Dropout
@@ -402,7 +402,7 @@ def drop(tile, packed):
     """
     head = head_reader(packed, "int64")
     size, width = tile.itemsize, tile.W
-    philox = compilable(dropout.philox, inlined)
+    philox = compilable(dropout.philox, inlined, inlined)
 
     def function(probs, deriv, context, params):
         c = view(CONTEXT, context)

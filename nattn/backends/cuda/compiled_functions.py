@@ -58,7 +58,7 @@ def intrinsics(index: str) -> Any:
 
     as_condition = twin(lanes.as_condition)
     return SimpleNamespace(
-        tools=Tools(device, twin(lanes.call_arguments), as_condition),
+        tools=Tools(device, device, twin(lanes.call_arguments), as_condition),
         index=intrinsic(uniform_index),
         as_condition=as_condition,
         value=twin(dual.value),

@@ -71,7 +71,7 @@ def _compile_for_host(functions: Functions) -> None:
     tile, index = Tile(functions.dtype, 1, 1, 1), functions.index
     (source,), derive, a_mask = functions.codes, functions.derive, not functions.score_mods
     as_real = dual.as_dual if derive else lanes.as_score
-    tools = Tools(register_jitable, lanes.call_arguments, lanes.as_condition)
+    tools = Tools(register_jitable, register_jitable, lanes.call_arguments, lanes.as_condition)
     evaluate, _ = on_lanes.evaluator(source.tree, 0, tools, as_real)
     convert = lanes.as_condition if a_mask else as_real
     first = register_jitable((lambda x: (dual.seed(x),)) if derive else (lambda x: (x,)))

@@ -199,5 +199,5 @@ def _words4() -> Any:
             return tuple(int(x[0]) for x in found)
 
         return words
-    mixed = on_lanes.compilable(philox, device)
+    mixed = on_lanes.compilable(philox, device, device)
     return device(lambda a, b, h, i, four: mixed(four, i, h, b, a.seed_low, a.seed_high))
