@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import subprocess
 import sys
@@ -237,7 +238,6 @@ def test_only_first_derivatives() -> None:
     q, k, v = list(inputs().values())[:3]
     dq = torch.autograd.grad(adapter.attention(q, k, v).sum(), q, create_graph=True)[0]
     _one_derivative(lambda: dq.sum().backward())
-    _one_derivative(lambda: torch.func.jvp(lambda x: adapter.attention(x, k, v), (q,), (q,)))
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -472,13 +472,51 @@ def test_from_other_threads() -> None:
     assert all(torch.equal(x, expected) for x in found)
 
 
-def test_dual_numbers_are_not_lost() -> None:
-    """Where nothing requires a gradient, either, forward-mode AD is told that it is not there."""
-    q, k, v = gaussian(3, 2, 8, 16)
+def test_forward_mode() -> None:
+    q, k, v, *moves = gaussian(6, 2, 9, 8).double()
+    run = functools.partial(adapter.attention, causal=True, return_lse=True)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        s = q @ k.mT / 8**0.5
+        s = s.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+        return s.softmax(-1) @ v, s.logsumexp(-1)
+
+    found = torch.func.jvp(run, (q, k, v), tuple(moves))
+    expected = torch.func.jvp(dense, (q, k, v), tuple(moves))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    ahead = torch.func.jacfwd(run, argnums=1)(q, k, v)
+    torch.testing.assert_close(ahead, torch.func.jacrev(run, argnums=1)(q, k, v))
     ad = torch.autograd.forward_ad
-    with ad.dual_level():
-        dual = ad.make_dual(q, torch.ones_like(q))
-        _one_derivative(lambda: adapter.attention(dual, k, v))
+    with ad.dual_level():  # where nothing requires a gradient, either
+        out, lse = run(ad.make_dual(q, moves[0]), k, v)
+        tangents = [ad.unpack_dual(x).tangent for x in (out, lse)]
+    expected = torch.func.jvp(lambda q: dense(q, k, v), (q,), (moves[0],))
+    torch.testing.assert_close(tuple(tangents), expected[1], rtol=0, atol=1e-13)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(run, leaves, check_forward_ad=True)
+
+
+def test_forward_mode_of_16_bits() -> None:
+    q, k, v, dq = gaussian(4, 2, 40, 16)
+    run = functools.partial(adapter.attention, softcap=5.0)
+    exact = torch.func.jvp(lambda q: run(q, k, v), (q,), (dq,))[1]
+    narrow = [x.bfloat16() for x in (q, k, v, dq)]
+    found = torch.func.jvp(lambda q: run(q, *narrow[1:3]), (narrow[0],), (narrow[3],))[1]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, rtol=0, atol=0.05)
+
+
+def test_forward_mode_has_one_derivative_of_q_k_and_v() -> None:
+    q, k, v, dq = gaussian(4, 2, 8, 16)
+
+    def loss(q: Tensor) -> Tensor:
+        return adapter.attention(q, k, v).sum()
+
+    _one_derivative(lambda: torch.func.hessian(loss)(q))
+    _one_derivative(lambda: torch.func.grad(lambda q: torch.func.jvp(loss, (q,), (dq,))[1])(q))
+    sinks = torch.zeros(2)
+    with pytest.raises(NotImplementedError, match="expected tangents of q, k and v, got one of si"):
+        torch.func.jvp(lambda x: adapter.attention(q, k, v, sinks=x), (sinks,), (sinks,))
 
 
 def test_the_core_is_not_compiled() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...api import attention as nattn_attention
-from ...api import attention_backward
+from ...api import attention_backward, attention_jvp
 from ...api.functional import _forward
 from ...call.arguments import Arguments
 from ...call.problem import LEARNT, WRT, Problem
@@ -92,14 +92,14 @@ def attention(
     Raises
     ------
     ValueError, TypeError, IndexError, NotImplementedError
-        As `nattn.attention` does; NotImplementedError for second derivatives and for forward mode
-        too, and within ``torch.compile`` for arguments that are neither tensors, numbers nor
-        functions. On a GPU the tensors that `score_mod` is bound to have no gradient yet.
+        As `nattn.attention` does; NotImplementedError for second derivatives and for tangents of
+        other tensors than q, k and v, and within ``torch.compile`` for arguments that are neither
+        tensors, numbers nor functions. On a GPU the tensors that `score_mod` is bound to have no gradient yet.
 
     Notes
     -----
-    ``torch.func.grad``, ``vmap`` and ``jacrev`` work; a mapped axis is gone through one by one. So
-    does ``torch.compile(fullgraph=True)``.
+    ``torch.func.grad``, ``jvp``, ``vmap``, ``jacrev`` and ``jacfwd`` work; a mapped axis is gone
+    through one by one. So does ``torch.compile(fullgraph=True)``.
 
     Examples
     --------
@@ -279,6 +279,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*output, *inputs[:-1])
+        ctx.save_for_forward(*output, *inputs[:-1])
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         ctx.call, ctx.n_outputs = inputs[-1], len(output)
@@ -298,10 +299,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(
-            "attention: expected reverse mode, got forward-mode AD, which nattn does not have; use "
-            "torch.func.vjp or jacrev, or torch's own attention with sdpa_kernel(SDPBackend.MATH)"
-        )
+        inputs = ctx.saved_tensors[ctx.n_outputs :]
+        others = (*ctx.call.names, *["what a function is bound to"] * len(inputs))
+        for name, x in zip(others, tangents[3:-1], strict=False):
+            if x is not None:
+                raise NotImplementedError(
+                    f"attention: expected tangents of q, k and v, got one of {name}, which nattn "
+                    "does not have in forward mode; use torch.func.vjp or jacrev"
+                )
+        dout, dlse = _Tangent.apply(*tangents[:3], *inputs, ctx.call)
+        return (dout, dlse) if ctx.n_outputs == 2 else (dout, dlse, None)
 
 
 # torch asks for the signature at each call; found anew that takes 20 microseconds
@@ -324,13 +331,44 @@ class _Backward(torch.autograd.Function):
         raise NotImplementedError(_ONCE)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_ONCE)
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _one_by_one(_Backward, info, in_dims, args)
 
 
+class _Tangent(torch.autograd.Function):
+    """(dq, dk, dv, q, k, v, *inputs, *bound, call) to (dout, dlse)."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        dq, dk, dv, q, k, v, *inputs, call = args
+        moves = {"dq": dq, "dk": dk, "dv": dv, "return_lse": True, "backend": call.backend}
+        _, tangents = attention_jvp(q, k, v, **moves, **_arguments(call, tuple(inputs)))
+        return tangents
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(_ONCE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_ONCE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _one_by_one(_Tangent, info, in_dims, args)
+
+
 _ONCE = (
-    "attention: expected one derivative, got a second one (double backward), which nattn does not "
-    "have; use torch's own attention with sdpa_kernel(SDPBackend.MATH)"
+    "attention: expected one derivative, got a second one, which nattn does not have; "
+    " use torch's own attention with sdpa_kernel(SDPBackend.MATH)"
 )
 
 
