@@ -94,7 +94,8 @@ def attention(
     ValueError, TypeError, IndexError, NotImplementedError
         As `nattn.attention` does; NotImplementedError for second derivatives and for tangents of
         other tensors than q, k and v, and within ``torch.compile`` for arguments that are neither
-        tensors, numbers nor functions. On a GPU the tensors that `score_mod` is bound to have no gradient yet.
+        tensors, numbers nor functions. On a GPU the tensors that `score_mod` is bound to have no
+        gradient yet.
 
     Notes
     -----
@@ -368,7 +369,7 @@ class _Tangent(torch.autograd.Function):
 
 _ONCE = (
     "attention: expected one derivative, got a second one, which nattn does not have; "
-    " use torch's own attention with sdpa_kernel(SDPBackend.MATH)"
+    "use torch's own attention with sdpa_kernel(SDPBackend.MATH)"
 )
 
 
