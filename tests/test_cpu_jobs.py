@@ -47,6 +47,11 @@ def backward(heads: int, n: int, d: int) -> Callable[[], list[Any]]:
     return lambda: list(nattn.attention_backward(dout, q, k, v, out, lse, causal=True)[:3])
 
 
+def tangents(heads: int, n: int, d: int) -> Callable[[], list[Any]]:
+    q, k, v = arrays(heads, n, d)
+    return lambda: list(nattn.attention_jvp(q, k, v, v, causal=True))
+
+
 def observe(heads: int, n: int, d: int) -> Callable[[], list[Any]]:
     q, k, _ = arrays(heads, n, d)
     return lambda: [nattn.attention_map(q, k, size=(7, 9)), *nattn.row_stats(q, k)]
@@ -68,7 +73,7 @@ def gelu(heads: int, n: int, d: int) -> Callable[[], list[Any]]:
     return lambda: [backends.load("cpu").gelu(q)]
 
 
-KERNELS = [forward, decode, backward, observe, classify, rotate, gelu]
+KERNELS = [forward, decode, backward, tangents, observe, classify, rotate, gelu]
 
 
 class Delay:
@@ -138,7 +143,8 @@ def test_scratch_is_reached_by_enter_alone() -> None:
     assert set(users) == {"jobs"}
     kernels = [p for p in folder.glob("*.py") if '@kernel("void(int64, int64)")' in p.read_text()]
     assert {p.stem for p in kernels} == {
-        *("forward", "decode", "backward", "totals", "classify", "rotary", "gelu", "peak")
+        *("forward", "decode", "backward", "tangents", "totals", "classify", "rotary", "gelu"),
+        "peak",
     }
     for path in kernels:
         assert "enter(" in path.read_text(encoding="utf-8"), path

@@ -116,7 +116,8 @@ def choose(problem: Problem, name: str, task: str, **arrays: Any) -> ModuleType:
 
 @functools.cache
 def _face(name: str) -> ModuleType:
-    return importlib.import_module(f"nattn.backends.{'cpu' if name == 'auto' else name}")
+    with _import_lock:
+        return importlib.import_module(f"nattn.backends.{'cpu' if name == 'auto' else name}")
 
 
 def _classify(*args: Any) -> Any:
