@@ -102,7 +102,7 @@ def tiled(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def child() -> Callable[..., str]:
     """Run a scenario of children.py in a process of its own and return what it printed."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -503,14 +504,22 @@ def test_d14_half_of_the_rows_are_hidden(backend: str) -> None:
 # test_promises.py. Here: the cache of compiled code (numba #10491, #4908, #10434, #9950)
 
 
-def test_d15_damaged_cache_files(child: Callable[..., str], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def kept(child: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what one call compiles, to be copied."""
+    folder = tmp_path_factory.mktemp("kernels")
+    child("one_call", NATTN_CACHE_DIR=str(folder))
+    return folder
+
+
+def test_d15_damaged_cache_files(child: Callable[..., str], kept: Path, tmp_path: Path) -> None:
     # The real kernels; several processes on an empty cache are in test_cpu_jit.py.
     cache = {"NATTN_CACHE_DIR": str(tmp_path)}
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
 
     def files() -> dict[Path, int]:
         return {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
 
-    child("one_call", **cache)
     assert files()
     for n, path in enumerate(files()):
         content = path.read_bytes()
@@ -524,9 +533,11 @@ def test_d15_damaged_cache_files(child: Callable[..., str], tmp_path: Path) -> N
     assert files() == mended  # nothing was compiled
 
 
-def test_n4_a_kernel_under_anothers_name(child: Callable[..., str], tmp_path: Path) -> None:
+def test_n4_a_kernel_under_anothers_name(
+    child: Callable[..., str], kept: Path, tmp_path: Path
+) -> None:
     # It crashed. Who may write to the folders and files is in test_cpu_jit.py.
-    child("one_call", NATTN_CACHE_DIR=str(tmp_path))
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
     paths = sorted(tmp_path.rglob("*.kernel"))
     contents = [path.read_bytes() for path in paths]
     assert len(paths) > 1
