@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import subprocess
@@ -137,6 +138,25 @@ def test_arrays_on_a_gpu_go_to_cuda(name: str) -> None:
         backends.choose(p, name, "forward")
     with pytest.raises(NotImplementedError, match=r"for the task 'observe', got 'cuda'"):
         backends.choose(p, "auto", "observe")
+
+
+def test_gradients_of_what_functions_are_bound_to_need_a_backend_that_learns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that on a GPU does not: it says so before anything is computed."""
+    door = backends.load("reference")
+    monkeypatch.setattr(door, "LEARNS", False)
+    monkeypatch.setattr(door, "backward", None)
+    q, k, v = qkv(1, 2, 5, 7, 4)
+    out, lse = nattn.attention(q, k, v, return_lse=True)
+    score_mod = functools.partial(nattn.mods.logit_scale, scale=np.ones(2, np.float32))
+    with pytest.raises(NotImplementedError, match=r"^wrt: .* on a GPU, .*got 'score_mod.scale'"):
+        nattn.attention_backward(
+            *(out, q, k, v, out, lse),
+            score_mod=score_mod,
+            wrt=("q", "score_mod.scale"),
+            backend="reference",
+        )
 
 
 def test_weights_are_those_of_the_reference() -> None:
