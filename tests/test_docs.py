@@ -48,6 +48,7 @@ EXAMPLES = {
     "sixteen_bits.md": 7,
     "pytorch.md": 15,
     "flash_attn.md": 8,
+    "onnx.md": 5,
 }
 """How many examples a page has at least; others have none."""
 
